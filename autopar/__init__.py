@@ -1,4 +1,4 @@
-"""autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
+"""autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel."""
 
 from autopar import pins
 from autopar.compile import compile, emit, load, plan
@@ -7,10 +7,12 @@ from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.operators.annotation import shard
+from autopar.operators.mixture_call import mixture
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.update.groups import groups
+from autopar.runtime.updates.muon import muon
 from autopar.session.compiled import Compiled
 from autopar.session.session import Session
 
@@ -28,6 +30,8 @@ __all__ = [
     "layout",
     "load",
     "load_checkpoint",
+    "mixture",
+    "muon",
     "pins",
     "plan",
     "rule",

@@ -1,4 +1,4 @@
-"""What a user calls: a model and a mesh in, a plan, a compiled program or a session out.
+"""The user's functions: from a model and a mesh to a plan, a compiled program or a session.
 
 session = autopar.compile(model, mesh)
 loss = session.step(**batch)
@@ -46,10 +46,10 @@ def plan(
     optimizer: OptimizerFactory = torch.optim.AdamW,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
-    """Plan without a process group, a GPU or weights.
+    """Plans a model without a process group, a GPU or weights.
 
     Args:
-        model, mesh, example_inputs, optimizer: as of `compile`.
+        model, mesh, example_inputs, optimizer: as for `compile`.
         **options: see `autopar.session.keywords.PlanKeywords`.
 
     Returns:
@@ -59,7 +59,7 @@ def plan(
         AutoparError: see `compile`.
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
-    asked = planning_options(options, optimizer)
+    asked = planning_options(options, optimizer, model)
     return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
 
 
@@ -72,12 +72,12 @@ def emit(
     plan: Plan | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Compiled:
-    """Plan and emit without devices, to save and `load`, or for `Session.adopt`.
+    """Plans and emits a program without devices, to save and `load`, or for `Session.adopt`.
 
-    In a process group every rank calls it alike, and one plans for all.
+    In a process group, every rank calls it with the same arguments, and one rank plans for all.
 
     Args:
-        model, mesh, example_inputs, optimizer, plan: as of `compile`.
+        model, mesh, example_inputs, optimizer, plan: as for `compile`.
         **options: see `autopar.session.keywords.PlanKeywords`.
 
     Returns:
@@ -88,7 +88,7 @@ def emit(
     """
     given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
     check(given, PlanKeywords)
-    asked = planning_options(options, optimizer, plan)
+    asked = planning_options(options, optimizer, model, plan)
     return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
 
 
@@ -100,23 +100,28 @@ def load(
     dump: str | Path | Dump | None = None,
     **options: Unpack[TrainKeywords],
 ) -> Session:
-    """A session that trains `model` by a program that was compiled before.
+    """Returns a session that trains `model` with a program that was compiled before.
 
-    Every process calls it alike. Nothing is traced or planned; the first rank's weights count.
+    Every process calls it with the same arguments. Nothing is traced or planned, and all ranks
+    start from the first rank's weights.
 
     Args:
-        folder: what `Compiled.save` wrote. Its sources are code, so load none whose author you
-            would not let run a script.
-        model: built as the compiled one was: its class, shapes, modes and attributes are compared.
-        optimizer, dump: as of `compile`.
+        folder: the folder that `Compiled.save` wrote. Its sources are code, so load a folder only
+            if you would run a script of its author.
+        model: must equal the compiled model in class, shapes, modes and attributes.
+        optimizer, dump: as for `compile`.
         **options: see `autopar.session.keywords.TrainKeywords`.
+
+    Returns:
+        The session, which has started.
 
     Raises:
         ProgramError: the folder is missing, damaged or edited, or is for another model or another
             version of torch; says what differs.
         MeshError: the program is for another number of devices.
-        RanksDifferError: the ranks load different programs, or with different options.
-        AutoparError: see `compile`. A batch that the program is not for is a BatchError of `step`.
+        RanksDifferError: the ranks load different programs, or pass different options.
+        AutoparError: see `compile`. For a batch that the program does not fit, `step` raises
+            BatchError.
     """
     given = {"model": model, "optimizer": optimizer, "dump": dump, **options}
     check(given, TrainKeywords)
@@ -140,43 +145,46 @@ def compile(
     dump: str | Path | Dump | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Session:
-    """A session that trains `model` in parallel on `mesh`.
+    """Returns a session that trains `model` in parallel on `mesh`.
 
-    Every process calls it alike; they compare what they were called with. The model is not
-    changed; the first rank's weights count.
+    Every process calls it with the same arguments, which the ranks compare. The model is not
+    changed; all ranks start from the first rank's weights.
 
     Args:
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, a Mesh or its text, "H100: node=2, gpu=8".
-        example_inputs: a batch like those to come: a tuple of positional or a mapping of
-            keyword arguments, or one tensor. Without it the first batch decides.
-        optimizer: makes a torch optimizer of parameters; it sees local shards.
+        example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
+            arguments, or one tensor. If it is None, the first step captures its batch.
+        optimizer: a function that makes a torch optimizer for parameters, which are local shards.
         plan: a plan to use instead of searching for one.
-        dump: a folder to which every rank writes what it did last where one fails, by default
-            one for temporary files that the error names, or an `autopar.Dump`, which can say a
-            signal that asks for it. `autopar doctor FOLDER` compares them.
-        **options: what is planned, how it is trained and how it runs; see
+        dump: a folder to which every rank writes its last calls if one fails, by default a
+            temporary folder that the error names; or an `autopar.Dump`, which can also set a signal
+            that requests it. `autopar doctor FOLDER` compares the dumps.
+        **options: options of the plan, of training and of running; see
             `autopar.session.keywords.CompileKeywords`.
+
+    Returns:
+        The session; with `example_inputs`, it has started.
 
     Raises:
         DumpError: `dump` is a file, or names no signal.
         MeshError: the mesh does not fit the processes.
-        RanksDifferError: the ranks are called with different arguments; names the first one.
-        ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
-        PlanError: nothing can be offloaded or computed again as it is said.
+        RanksDifferError: the ranks pass different arguments; names the first one.
+        ScheduleError, StageError: the schedule does not exist for these sizes, or the model cannot
+            be cut so.
+        PlanError: `offload` or `recompute` cannot be parsed.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
-        ProblemError: there is no such solver.
-        ProgramError: there is no such pattern to fuse, no such backend for this program, or its
-            step cannot be a CUDA graph. A step raises it where a backend cannot compile, for want
-            of a compiler say.
-        StateError: there is no such state sharding on this mesh, or none for this optimizer.
-        PrecisionError: there is no such precision, or the device does not compute in it.
-        ProgramError: the optimizer, its groups or the average are nonsense.
-        OptionError: an argument is of another type, or a number out of its range.
+        ProblemError: the solver is unknown.
+        ProgramError: a pattern to fuse or the backend is unknown, the step cannot be a CUDA graph,
+            or the optimizer, its groups or the average are invalid. A step raises it if the backend
+            cannot compile, for example without a compiler.
+        StateError: the state sharding does not exist on this mesh or for this optimizer.
+        PrecisionError: the precision is unknown, or the device does not support it.
+        OptionError: an argument has the wrong type, or a number is out of range.
         CalibrationError, CollectiveError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
-        PlanError, PlanMismatchError: see `autopar.planning`; with
-            example_inputs at once, otherwise at the first batch.
+            PlanError, PlanMismatchError: see `autopar.planning`; raised at once with
+            example_inputs, otherwise by the first step.
     """
     given = {"model": model, "mesh": mesh, "example_inputs": example_inputs, "plan": plan}
     given |= {"optimizer": optimizer, "dump": dump, **options}
@@ -184,15 +192,15 @@ def compile(
     devices = as_mesh(mesh)
     join_processes(devices)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
-    check_processes(devices)  # and this process has a device of its own
-    asked = planning_options(options, optimizer, plan)
+    check_processes(devices)  # every process must have a device of its own
+    asked = planning_options(options, optimizer, model, plan)
     Peers.here().dumps.configure(Dump.read(dump))
     trained, how, compiler = (
         training(model, optimizer, options), running(options), Compiler(devices, asked, plan)
     )  # fmt: skip
     if how.cuda_graph and compiler.is_pipeline:
         refuse_graphs_of_stages()
-    cost_model(devices, asked)  # refused, if at all, before anything is captured
+    cost_model(devices, asked)  # refuses bad options before the model is captured
     session = Session(model, devices, trained, how, compiler)
     if example_inputs is not None:
         call = Call.of(model, example_inputs)

@@ -1,15 +1,14 @@
-"""The user's own word: plans of the literature, to compare with and to start from.
+"""Published plans as pins, to compare with and to start from.
 
     program = autopar.compile(model, mesh, pins=autopar.pins.megatron("gpu"))
 
-Each function returns a value for `pins=` that works out, for the model and mesh it meets, which
-layouts it fixes. They speak of the mesh axes they are given, and combine with one another and with
-pins by name:
+Each function returns a value for `pins=` that determines which layouts to fix for a given model and
+mesh, along the mesh axes that it is given. These values combine with one another and with pins by
+name:
 
     pins=[autopar.pins.data_parallel("node"), autopar.pins.megatron("gpu"), {"lm_head.weight": ...}]
 
-A plan that does not fit the model is refused, when that is planned, with a PinError that says what
-was looked for.
+If a published plan does not fit the model, planning raises a PinError that says what is missing.
 """
 
 from autopar.intra_op.pins.literature import (
@@ -35,33 +34,36 @@ __all__ = [
 
 
 def data_parallel(*axes: str) -> DataParallel:
-    """The batch split along `axes`, by default along all; parameters used whole.
+    """Splits the batch along `axes`, by default along all; parameters are used whole.
 
-    They are stored whole too, unless `state=` says how.
+    They are also stored whole, unless `state=` says otherwise.
     """
     return DataParallel(axes)
 
 
 def fsdp(*axes: str) -> FullyShardedDataParallel:
-    """The batch split along `axes`, by default all; parameters stored in parts, used whole."""
+    """Splits the batch along `axes`, by default along all; stores parameters in shards.
+
+    They are used whole.
+    """
     return FullyShardedDataParallel(axes)
 
 
 def megatron(axis: str) -> Megatron:
-    """Pairs of linears in a residual stream split between them along `axis`; the stream whole."""
+    """Splits pairs of linears in a residual stream along `axis`; the stream is replicated."""
     return Megatron(axis)
 
 
 def megatron_sp(axis: str) -> Megatron:
-    """The same with the residual stream split by positions along `axis`."""
+    """Does the same as `megatron`, with the residual stream split by positions along `axis`."""
     return Megatron(axis, sequence=True)
 
 
 def gshard(axis: str) -> GShard:
-    """Experts split along `axis`, everything else data-parallel along it."""
+    """Splits experts along `axis`, with data parallelism along it everywhere else."""
     return GShard(axis)
 
 
 def alexnet_split(axis: str) -> AlexNetSplit:
-    """Convolutions data-parallel along `axis`, fully connected layers split by outputs."""
+    """Splits fully connected layers by outputs along `axis`, with data-parallel convolutions."""
     return AlexNetSplit(axis)

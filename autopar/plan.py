@@ -1,4 +1,4 @@
-"""Plan: everything the planner decided, as a value and as a TOML file that people read and edit.
+"""Plan: all decisions of the planner, as a value and as a TOML file that users can read and edit.
 
 A plan has one or more stages, each with the layouts of its part of the model (`stage_plan.py`):
 
@@ -15,9 +15,8 @@ A plan has one or more stages, each with the layouts of its part of the model (`
     graph = "gpt, stage 0 sha256:0b6c12e5"
     ...
 
-The plan of a model in one piece has one stage and no schedule. Two stages with the same ranks share
-their devices, as in interleaved schedules. Loading a plan is reading data: nothing in it is ever
-executed.
+A plan that is not a pipeline has one stage and no schedule. Two stages with the same ranks share
+their devices, as in interleaved schedules. A plan is data: loading it never executes anything.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from autopar.plan_entries import (
     ModelSpec,
     Prediction,
 )
-from autopar.stage_plan import STATE_BYTES, StagePlan, check_mesh, mesh_of
+from autopar.stage_plan import StagePlan, check_mesh, mesh_of
 
 VERSION = 2
 FILE = Kind("the plan", PlanError)
@@ -51,19 +50,18 @@ FILE = Kind("the plan", PlanError)
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan.
+    """The plan of a model.
 
     Attributes:
-        graph: fingerprint of the whole graph; in a pipeline of the normalised one, on one
+        graph: fingerprint of the whole graph; for a pipeline, of the normalised graph of one
             microbatch.
         mesh: all devices.
-        stages: in execution order; one, if the model is in one piece.
-        microbatches: of a step.
-        schedule: of a pipeline, with its options if it takes any: "interleaved_1f1b chunks=2"; ""
-            for a model in one piece.
-        predicted: figures of the whole step; of a model in one piece those of its stage.
-        model: how the command line spelled the model.
-        version: of the file that it was read from; no part of what it says.
+        stages: in execution order; exactly one, unless the plan is a pipeline.
+        microbatches: number of microbatches in a step.
+        schedule: of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is not one.
+        predicted: figures of the whole step; without a pipeline, those of its stage.
+        model: the model as the command line named it.
+        version: of the file that it was read from; ignored in comparisons.
     """
 
     graph: str
@@ -80,19 +78,19 @@ class Plan:
 
     @classmethod
     def of(cls, stage: StagePlan, model: ModelSpec = UNNAMED) -> Plan:
-        """The plan of a model in one piece."""
+        """Returns the plan of a model in one stage."""
         return cls(
             stage.graph, stage.mesh, (stage,), stage.microbatches, "", stage.predicted, model
         )
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether a schedule of stages and microbatches runs it."""
+        """Whether a schedule of stages and microbatches runs the model."""
         return bool(self.schedule)
 
     @property
     def stage(self) -> StagePlan:
-        """The one stage of a model in one piece.
+        """The only stage of a plan that is not a pipeline.
 
         Raises:
             PlanError: it is a pipeline.
@@ -100,8 +98,8 @@ class Plan:
         if self.is_pipeline:
             raise PlanError(
                 "the plan is a pipeline",
-                why=f"it has {len(self.stages)} stages, and one is asked for",
-                todo="take one of plan.stages",
+                why=f"it has {len(self.stages)} stages, but one is expected",
+                todo="use plan.stages",
             )
         return self.stages[0]
 
@@ -112,30 +110,30 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """In which dtypes all stages compute, update and send gradients."""
+        """The dtypes in which all stages compute, update and send gradients."""
         return self.stages[0].precision
 
     @property
     def fuse(self) -> tuple[str, ...]:
-        """The patterns in whose place stages have kernels."""
+        """The patterns that stages replace by kernels."""
         return tuple(dict.fromkeys(name for stage in self.stages for name in stage.fuse))
 
     def without_solver(self) -> Plan:
-        """The plan without the seconds of its search, which differ from run to run."""
+        """Returns the plan without the solver's report, whose seconds differ between runs."""
         stages = tuple(replace(stage, solver=UNSEARCHED) for stage in self.stages)
         return replace(self, stages=stages)
 
     def on(self, mesh: Mesh) -> Plan:
-        """The plan on another mesh of the same axes; that of a pipeline's stages stays."""
+        """Returns the plan on another mesh with the same axes; stages of a pipeline keep theirs."""
         if self.is_pipeline:
             return replace(self, mesh=mesh)
         return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=mesh),))
 
     def check(self, graph: Graph, mesh: Mesh) -> None:
-        """Compare the plan with what it is to be used for.
+        """Checks that the plan is for a graph and a mesh.
 
         Args:
-            graph: the model; of a pipeline normalised, on one microbatch.
+            graph: the model; for a pipeline, normalised and on one microbatch.
             mesh: the devices.
 
         Raises:
@@ -149,11 +147,11 @@ class Plan:
             raise PlanMismatchError(
                 "the plan is for another model",
                 why=f"plan: {self.graph}; here: {here}",
-                todo="plan this model, with this size of microbatch, again",
+                todo="plan this model again with this microbatch size",
             )
 
     def to_toml(self) -> str:
-        """The file's text; `Plan.from_toml` reads it back to an equal plan."""
+        """Returns the file's text, which `Plan.from_toml` reads back to an equal plan."""
         document = tomlkit.document()
         document.add(tomlkit.comment("autopar plan. Predictions are seconds and bytes per device."))
         document["version"] = VERSION
@@ -175,7 +173,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, where: str = "") -> Plan:
-        """Read a plan; files of version 1 are read, too.
+        """Parses a plan; also accepts files of version 1.
 
         Raises:
             PlanError: the text is not TOML or not a plan; names the entry.
@@ -184,13 +182,13 @@ class Plan:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], where: str = "") -> Plan:
-        """Read the entries of a plan file; PlanError names one that is damaged."""
+        """Builds a plan from the entries of a file; raises PlanError naming a malformed one."""
         version = Fields(table, PlanError, "the plan", where).take("version", Whole())
         if version not in (1, VERSION):
             raise PlanError(
                 f"the plan has version {version}",
                 where=where,
-                why=f"versions 1 and {VERSION} are read",
+                why=f"only versions 1 and {VERSION} are supported",
                 todo="plan again with this version of autopar",
             )
         fields = Fields(
@@ -218,16 +216,16 @@ class Plan:
             version,
         )
         fields.end()
-        plan._judge(where)
+        plan._validate(where)
         return plan
 
-    def _judge(self, where: str) -> None:
-        """PlanError unless the stages fit one another and the mesh."""
-        faults = [*self._one_piece_faults()] if not self.schedule else []
+    def _validate(self, where: str) -> None:
+        """Raises PlanError unless the stages fit one another and the mesh."""
+        faults = [*self._single_stage_faults()] if not self.schedule else []
         if not self.stages:
             faults.append("there are no stages")
         if any(bool(stage.end) != (stage is not self.stages[-1]) for stage in self.stages):
-            faults.append("every stage but the last has an end")
+            faults.append("every stage but the last must have an end, and the last none")
         if len({len(stage.starts) for stage in self.stages}) > 1:
             faults.append("the stages differ in their number of copies")
         for number, stage in enumerate(self.stages):
@@ -239,37 +237,37 @@ class Plan:
         spans = {(start, stage.mesh.size) for stage in self.stages for start in stage.starts}
         held = [rank for start, size in spans for rank in range(start, start + size)]
         if not faults and sorted(held) != list(range(self.mesh.size)):
-            faults.append(f"the stages' ranks are not those of {self.mesh}, each in one group")
+            faults.append(f"the stages' groups do not partition the ranks of {self.mesh}")
         if faults:
             raise PlanError(
                 "the plan has a damaged entry", where=where, why="; ".join(dict.fromkeys(faults))
             )
 
-    def _one_piece_faults(self) -> list[str]:
+    def _single_stage_faults(self) -> list[str]:
         faults = []
         if len(self.stages) > 1:
-            faults.append("there are several stages and no schedule")
+            faults.append("there are several stages but no schedule")
         elif self.stages and (self.stage.graph, self.stage.mesh) != (self.graph, self.mesh):
-            faults.append("the one stage is of another graph or mesh than the plan")
+            faults.append("the stage has another graph or mesh than the plan")
         elif self.stages and self.predicted != self.stage.predicted:
-            faults.append("the one stage predicts other figures than the plan")
+            faults.append("the stage has other predictions than the plan")
         return faults
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all; PlanError if it cannot be written."""
+        """Writes the plan atomically; raises PlanError if it cannot be written."""
         FILE.write(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file; PlanError if it is missing, not text or not a plan."""
+        """Reads a plan file; raises PlanError if it is missing, not text or not a plan."""
         return cls.from_toml(FILE.text(path), where=str(path))
 
 
 def _upgraded(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries of a file of version 1 as version 2 has them.
+    """Converts the entries of a file of version 1 to version 2.
 
-    There, the plan of a model in one piece had no stages, a stage of a pipeline was a whole plan,
-    and tables `memory` and `step` held what are fields now.
+    In version 1, a plan without a pipeline had no stages, a stage of a pipeline was a whole plan,
+    and tables `memory` and `step` held entries that are fields now.
     """
     whole = {"version": VERSION, **{k: v for k, v in table.items() if k in ("graph", "mesh")}}
     if "stages" in table:
@@ -284,11 +282,11 @@ def _upgraded(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _upgraded_stage(entry: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
-    """A stage of version 1, and its number of microbatches."""
+    """Converts a stage of version 1; returns it with its number of microbatches."""
     kept = {k: v for k, v in entry.items() if k not in ("version", "model", "memory", "step")}
     memory = Fields(entry.get("memory", {}), PlanError, "the plan", where, "memory.")
     limit = memory.take("limit", Number(), None)
-    state = memory.take("state", Number(0, 1e6), STATE_BYTES)
+    state = memory.take("state", Number(0, 1e6), 2.0)
     memory.end()
     step = Fields(entry.get("step", {}), PlanError, "the plan", where, "step.")
     microbatches = step.take("microbatches", Whole(1, 2**31, rounded=True), 1)

@@ -1,4 +1,4 @@
-"""The entries of a plan: layouts of a node, kernels, predicted figures, and how it was made."""
+"""The entries of a plan: layouts, kernels, predictions, options and the solver's report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = Whole(1, 2**31)
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Layouts of one node, each with the global shape it belongs to."""
+    """The layouts of one node's operands and results, each with its global shape."""
 
     operands: tuple[Shaped, ...]
     results: tuple[Shaped, ...]
@@ -31,7 +31,7 @@ class NodePlan:
 
     @classmethod
     def parse(cls, text: str) -> NodePlan:
-        """Read "[8, 4@gpu]; [4] -> [8]" (leaves have no left side); LayoutError if it is not."""
+        """Parses "[8, 4@gpu]; [4] -> [8]" (a leaf has no left side); raises LayoutError."""
         left, arrow, right = text.rpartition("->")
         sides = [
             tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
@@ -42,13 +42,13 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Fused:
-    """A kernel in a plan, and what it saves.
+    """A kernel in a plan and its savings.
 
     Attributes:
-        count: how often it stands in the model; how often the optimizer's is launched in a step.
+        count: number of uses in the model; for the optimizer's kernel, of launches in a step.
         first: the user's line of the first operator that it replaces.
-        nbytes: bytes that a device moves less in a step than where it is written out.
-        seconds: predicted seconds that this takes less.
+        nbytes: bytes of memory traffic that a device saves in a step.
+        seconds: predicted seconds that a device saves in a step.
     """
 
     count: int
@@ -58,7 +58,7 @@ class Fused:
 
     @classmethod
     def from_table(cls, table: Any, name: str = "fused") -> Fused:
-        """Read an entry of a plan file; PlanError names what is wrong with it."""
+        """Parses an entry of a plan file; raises PlanError naming what is wrong."""
         saved = Number(-1e30)
         checks: dict[str, Check] = {
             "count": Whole(), "first": Text(), "nbytes": saved, "seconds": saved
@@ -68,21 +68,22 @@ class Fused:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step and bytes of a device; 0 where nothing is predicted.
+    """Predicted seconds of a step and bytes of a device; 0 for figures that are not predicted.
 
     Attributes:
-        step_seconds: of a whole step.
-        peak_bytes: the most that a device holds at once.
-        bubble: the part of a pipeline's step in which its devices are idle.
+        step_seconds: of the whole step.
+        peak_bytes: peak memory of a device.
+        bubble: fraction of a pipeline's step in which devices are idle.
         compute_seconds: of operators.
-        exchange_seconds: of what operators ask other devices for.
-        parameter_seconds: of gathering parameters and of synchronising gradients.
-        reshard_seconds: of activations that change their layout.
-        parameter_bytes: of parameters with gradients and optimizer state.
-        activation_bytes: saved for the backward.
-        hidden_seconds: communication beside kernels; the step is the other seconds' sum less these.
+        exchange_seconds: of communication inside operators.
+        parameter_seconds: of gathering parameters and synchronising gradients.
+        reshard_seconds: of resharding activations.
+        parameter_bytes: of parameters, gradients and optimizer state.
+        activation_bytes: of activations saved for the backward.
+        hidden_seconds: of communication that overlaps with kernels; the step is the sum of the
+            other seconds less these.
         host_seconds: of copies to and from host memory.
-        host_bytes: of host memory.
+        host_bytes: of host memory for each device.
     """
 
     step_seconds: float = 0.0
@@ -103,23 +104,23 @@ class Prediction:
         return dict(vars(self))
 
     def table(self) -> dict[str, float]:
-        """The figures by name, without those that are 0."""
+        """Returns the figures by name, without those that are 0."""
         return {name: value for name, value in vars(self).items() if value}
 
     @classmethod
     def from_table(cls, table: Any) -> Prediction:
-        """Read the entry `predicted` of a plan file; PlanError names what is wrong with it."""
+        """Parses the entry `predicted` of a plan file; raises PlanError naming what is wrong."""
         checks = {field.name: (Number(), 0.0) for field in fields(cls)}
         return cls(**_entries("predicted", table, checks))
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model as the command line spells it: data only, nothing runs it.
+    """The model as the command line names it; this is data, and nothing runs it.
 
     Attributes:
-        source: a name of the zoo, "hf:config.json" or "file.py:function"; "" if it is not known.
-        batch, seq, layers: sizes that were given; None leaves the model's own.
+        source: a name of the zoo, "hf:config.json" or "file.py:function"; "" if unknown.
+        batch, seq, layers: sizes given by the user; None for the model's own.
     """
 
     source: str = ""
@@ -131,25 +132,25 @@ class ModelSpec:
         return ", ".join(f"{name} {value}" for name, value in self.table().items())
 
     def table(self) -> dict[str, str | int]:
-        """What is known, by name."""
+        """Returns the known fields by name."""
         return {name: value for name, value in vars(self).items() if value not in ("", None)}
 
     @classmethod
     def from_table(cls, table: Any) -> ModelSpec:
-        """Read the entry `model` of a plan file; PlanError names what is wrong with it."""
+        """Parses the entry `model` of a plan file; raises PlanError naming what is wrong."""
         sizes = dict.fromkeys(("batch", "seq", "layers"), (_SIZE, None))
         return cls(**_entries("model", table, {"source": (Text(), ""), **sizes}))
 
 
 @dataclass(frozen=True)
 class SolverReport:
-    """How a plan was found.
+    """The run of the solver that produced a plan.
 
     Attributes:
-        name: the solver; "" where a plan was not searched for.
-        nodes: of the problem.
-        left: of these nodes, how many the reductions left to be searched; None if none ran.
-        gap: the proven relative distance from the optimum.
+        name: the solver; "" for a plan that was not searched for.
+        nodes: number of nodes of the problem.
+        left: number of nodes that reductions left; None if none ran.
+        gap: proven relative gap to the optimum.
         seconds: of the search.
     """
 
@@ -160,12 +161,12 @@ class SolverReport:
     seconds: float = 0.0
 
     def table(self) -> dict[str, str | float]:
-        """The report by name; nothing of a plan that was not searched for."""
+        """Returns the fields by name; empty for a plan that was not searched for."""
         return {k: v for k, v in vars(self).items() if v is not None} if self.name else {}
 
     @classmethod
     def from_table(cls, table: Any) -> SolverReport:
-        """Read the entry `solver` of a plan file; PlanError names what is wrong with it."""
+        """Parses the entry `solver` of a plan file; raises PlanError naming what is wrong."""
         checks: dict[str, tuple[Check, Any]] = {
             "name": (Text(), ""), "nodes": (Whole(), 0), "left": (Whole(), None),
             "gap": (Number(), 0.0), "seconds": (Number(), 0.0),
@@ -175,32 +176,32 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Asked:
-    """Options that a plan was searched under and that its layouts do not show.
+    """Options of the search that a plan's layouts do not show.
 
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
-        elementwise: whether the optimizer may update parts of a parameter.
     """
 
     recompute: str = "auto"
     offload: str = "none"
     solver: str = "ilp"
     unknown_ops: str = "replicate"
-    elementwise: bool = True
 
     def table(self) -> dict[str, Any]:
-        """The options that differ from the default, by name."""
+        """Returns the options that differ from the default, by name."""
         return {k: v for k, v in vars(self).items() if v != getattr(UNASKED, k)}
 
     @classmethod
     def from_table(cls, table: Any) -> Asked:
-        """Read the entry `asked` of a plan file; PlanError names what is wrong with it."""
-        words = ("recompute", "offload", "solver", "unknown_ops")
+        """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
+        texts = ("recompute", "offload", "solver", "unknown_ops")
         checks: dict[str, tuple[Check, Any]] = {
-            **{name: (Text(1000), getattr(UNASKED, name)) for name in words},
-            "elementwise": (FLAG, True),
+            **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
+            "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }
-        return cls(**_entries("asked", table, checks))
+        entries = _entries("asked", table, checks)
+        del entries["elementwise"]
+        return cls(**entries)
 
 
 UNASKED = Asked()
@@ -210,19 +211,23 @@ UNSEARCHED = SolverReport()
 
 
 def node_plans(table: Any) -> dict[str, NodePlan]:
-    """Read the entry `layouts` of a plan file; ValueError or LayoutError names a damaged line."""
+    """Parses the entry `layouts` of a plan file.
+
+    Raises:
+        ValueError, LayoutError: a line is malformed; names it.
+    """
     return {name: NodePlan.parse(line) for name, line in Table(Text())(table).items()}
 
 
 def fused_entries(table: Any) -> dict[str, Fused]:
-    """Read the entry `fused` of a plan file; PlanError names what is wrong with it."""
+    """Parses the entry `fused` of a plan file; raises PlanError naming what is wrong."""
     entries = Table(lambda value: value)(table)
     return {name: Fused.from_table(entry, f"fused.{name}") for name, entry in entries.items()}
 
 
 def _entries(name: str, table: Any, checks: Mapping[str, tuple[Check, Any]]) -> dict[str, Any]:
-    """The entries of a table, each checked or its default; PlanError for others."""
+    """Returns the entries of a table, checked or default; raises PlanError for unknown ones."""
     given = Fields(table, PlanError, name, prefix=f"{name}.")
-    found = {key: given.take(key, check, default) for key, (check, default) in checks.items()}
+    entries = {key: given.take(key, check, default) for key, (check, default) in checks.items()}
     given.end()
-    return found
+    return entries

@@ -1,12 +1,12 @@
-"""StagePlan: the layouts of one stage of a plan; of a model in one piece, of the whole model.
+"""StagePlan: the layouts of one stage of a plan, or of the whole model if there is only one.
 
-For every node of the folded graph it names the layouts that the operator takes and gives:
+For every node of the folded graph it states the layouts of operands and results:
 
     "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
 
-so that code generation needs the graph and the plan and nothing else. A parameter's line says how
-it is stored, its `share`'s line how it is used; where its gradients are added up or its optimizer
-state lies otherwise, these layouts follow (`ir/storage.py`).
+so that code generation needs only the graph and the plan. A parameter's line has the layout in
+which it is stored, and its `share`'s line the layout in which it is used. If gradients or optimizer
+state have other layouts, these follow (`ir/storage.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import tomlkit
 from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Fields, Number, Or, Row, Table, Text, Whole
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.fusion import UPDATE, switches
+from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
-from autopar.ir.storage import Storage
+from autopar.ir.storage import Hop, Storage
+from autopar.ir.update import ADAMW, Update, owner_hops
 from autopar.plan_entries import (
     UNASKED,
     UNPREDICTED,
@@ -40,8 +42,6 @@ from autopar.plan_entries import (
     node_plans,
 )
 
-STATE_BYTES = 2.0  # of AdamW, in units of a parameter's own bytes
-
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -51,34 +51,34 @@ class StagePlan:
         graph: fingerprint of the stage's graph.
         mesh: the devices of each copy of the stage.
         nodes: node name -> its layouts.
-        end: name of the stage's last node in the normalised graph of the model, "" of the last
-            stage.
-        starts: the first global rank of each copy of the stage; schedules with one copy of the
-            model have one. A copy's ranks follow one another.
-        predicted: figures of the stage's step; in a pipeline of one microbatch, with its part in
+        end: the stage's last node in the normalised graph of the model, "" for the last stage.
+        starts: the first global rank of each copy of the stage, whose ranks are consecutive.
+            Schedules with one copy of the model have one.
+        predicted: figures of the stage's step; in a pipeline, of one microbatch, with its share of
             what a step does once.
-        replicated: operators that run whole on every device for want of a sharding rule, each with
-            its predicted seconds.
-        pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
-            again under it. A plan that is only used need not keep it.
-        limit: bytes of a device that it was made within; infinite for no limit.
-        state_bytes: of the optimizer, in units of a parameter's own bytes.
-        recompute: run of blocks -> how many of them compute their activations again in the
-            backward, and what they keep; see `autopar.ir.recompute`.
-        offload: what lies in host memory while nothing needs it; see `autopar.ir.offload`.
-        microbatches: of a step.
-        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
-        state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
-        fuse: the patterns in whose place kernels stand wherever they are found, and "adamw" where
-            the optimizer's step is one.
-        fused: kernel -> where it was placed, and what it saves.
-        precision: in which dtypes it computes, updates and sends gradients.
-        collectives: the algorithms that run collectives in place of the library's own calls.
+        replicated: operators without a sharding rule, which run whole on every device, with their
+            predicted seconds.
+        pins: layouts that the user fixed, by name; `autopar plan --from` plans again with them. A
+            plan does not need them to run.
+        limit: memory limit of a device in bytes; infinite for none.
+        update: states that the optimizer keeps, and what it asks of a parameter's layout.
+        recompute: run of blocks -> how many of them recompute their activations in the backward,
+            and what they keep; see `autopar.ir.recompute`.
+        offload: tensors that are offloaded to host memory; see `autopar.ir.offload`.
+        microbatches: number of microbatches in a step.
+        bucket: bytes of gradients, or of parameters, in one call; 1 for a call for each.
+        state: the user's state sharding, such as "paro-iig over node"; "" if it was searched for.
+        fuse: patterns to replace by kernels wherever they occur, and "adamw" for the optimizer's
+            step.
+        fused: kernel -> its uses and savings.
+        precision: dtypes of compute, updates and gradients in messages.
+        collectives: algorithms that run collectives in place of the library's own.
+        late_loss: whether the loss leaves the program as each device has it, to be added up over
+            devices when it is reported; otherwise it is whole on every device.
         asked: options of the search that the layouts do not show.
-        solver: how it was found. It is no part of what the plan says, so plans that differ in it
-            only are equal.
-        calibration: fingerprint of the calibration that priced it, "" where closed forms did;
-            nor is this part of what it says.
+        solver: the solver's run; ignored in comparisons.
+        calibration: fingerprint of the calibration that priced the plan, "" for closed forms;
+            ignored in comparisons.
     """
 
     graph: str
@@ -90,7 +90,7 @@ class StagePlan:
     replicated: dict[str, float] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     limit: float = math.inf
-    state_bytes: float = STATE_BYTES
+    update: Update = ADAMW
     recompute: dict[str, Recompute] = field(default_factory=dict)
     offload: Offload = NOTHING
     microbatches: int = 1
@@ -100,6 +100,7 @@ class StagePlan:
     fused: dict[str, Fused] = field(default_factory=dict)
     precision: Precision = AS_IS
     collectives: ChosenAlgorithms = LIBRARY_ONLY
+    late_loss: bool = False
     asked: Asked = UNASKED
     solver: SolverReport = field(default=UNSEARCHED, compare=False)
     calibration: str = field(default="", compare=False)
@@ -108,31 +109,56 @@ class StagePlan:
         return tomlkit.dumps(self.to_table())
 
     def ranks(self, copy: int = 0) -> tuple[int, ...]:
-        """The global ranks of a copy, row-major on the stage's mesh."""
+        """Returns the global ranks of a copy, in row-major order of the stage's mesh."""
         return tuple(range(self.starts[copy], self.starts[copy] + self.mesh.size))
 
     def storage(self, parameter: str, share: str) -> Storage:
-        """Where a parameter and its states lie.
+        """Returns the layouts of a parameter and its states.
 
         Args:
             parameter: name of its node in the folded graph.
             share: name of the node of its share.
 
         Raises:
-            LayoutError: its line does not say so.
+            LayoutError: its line is incomplete.
         """
         if not self.nodes[share].results:
-            raise LayoutError(f"the line of {share} says no layout", why="it has no right side")
+            raise LayoutError(f"the line of {share} has no layout", why="it has no right side")
         _, used = self.nodes[share].results[0]
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
 
+    def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
+        """Every collective of a parameter in a step, those by which it reaches an owner included.
+
+        Args:
+            leaf: the parameter.
+            storage: where it and its states lie.
+        """
+        trained = leaf.requires_grad
+        hops = storage.hops(leaf.type, self.mesh, self.microbatches, trained, self.precision)
+        if not trained:
+            return hops
+        own = self.precision.updated(leaf.type)
+        rule = self.update.rule(leaf.target, own.shape)
+        before = tuple(hop for hop in hops if hop.when != "update")
+        return (*before, *owner_hops(rule, storage, own, self.mesh), *hops[len(before) :])
+
     @property
     def fuses_update(self) -> bool:
-        """Whether the optimizer's step is a kernel, on state that is on the device."""
+        """Whether a kernel runs the optimizer's step, on state in device memory."""
         return UPDATE in self.fuse and not self.offload.optimizer
 
     def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
-        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+        """Checks that the plan is for a graph and a mesh.
+
+        Args:
+            graph: fingerprint of the graph.
+            nodes: names of the nodes of the folded graph.
+            mesh: the devices.
+
+        Raises:
+            PlanMismatchError: it is for others; says what differs.
+        """
         check_mesh(self.mesh, mesh)
         if self.graph != graph or set(self.nodes) != nodes:
             missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
@@ -145,7 +171,7 @@ class StagePlan:
             )
 
     def to_table(self) -> TomlTable:
-        """The entries of the stage in the file of a plan."""
+        """Returns the stage's entries in the file of a plan."""
         table = tomlkit.table()
         if self.end:
             table["end"] = self.end
@@ -164,10 +190,12 @@ class StagePlan:
             table["bucket"] = self.bucket
         if self.collectives:
             table["collectives"] = list(self.collectives.texts)
+        if self.late_loss:
+            table["late_loss"] = True
         if self.limit < math.inf:
             table["limit"] = self.limit
-        if self.state_bytes != STATE_BYTES:
-            table["state_bytes"] = self.state_bytes
+        if self.update != ADAMW:
+            table["update"] = self.update.texts
         tables: dict[str, dict[str, Any]] = {
             "predicted": dict(self.predicted.table()),
             "replicated": self.replicated,
@@ -186,15 +214,15 @@ class StagePlan:
 
     @classmethod
     def from_table(cls, table: Any, where: str = "", microbatches: int = 1) -> StagePlan:
-        """Read the entries of a stage.
+        """Parses the entries of a stage.
 
         Args:
             table: from the file.
             where: file and stage, for errors.
-            microbatches: of the plan's step.
+            microbatches: number of microbatches in a step.
 
         Raises:
-            PlanError: an entry is missing, damaged or unknown; names it.
+            PlanError: an entry is missing, malformed or unknown; names it.
         """
         fields = Fields(table, PlanError, "the stage", where)
         stage = cls(
@@ -207,7 +235,7 @@ class StagePlan:
             replicated=fields.take("replicated", Table(Number()), {}),
             pins=fields.take("pins", Table(Text()), {}),
             limit=fields.take("limit", Number(), math.inf),
-            state_bytes=fields.take("state_bytes", Number(0, 1e6), STATE_BYTES),
+            update=_update_of(fields),
             recompute=fields.take("recompute", _recompute, {}),
             offload=fields.take("offload", Offload.from_table, NOTHING),
             microbatches=microbatches,
@@ -217,6 +245,7 @@ class StagePlan:
             fused=fields.take("fused", fused_entries, {}),
             precision=fields.take("precision", _precision, AS_IS),
             collectives=fields.take("collectives", _collectives, LIBRARY_ONLY),
+            late_loss=fields.take("late_loss", FLAG, False),
             asked=fields.take("asked", Asked.from_table, UNASKED),
             solver=fields.take("solver", SolverReport.from_table, UNSEARCHED),
             calibration=fields.take("calibration", Text(), ""),
@@ -226,7 +255,7 @@ class StagePlan:
 
 
 def check_mesh(planned: Mesh, mesh: Mesh) -> None:
-    """PlanMismatchError unless two meshes have the same axes."""
+    """Raises PlanMismatchError unless two meshes have the same axes."""
     if planned.names != mesh.names or planned.shape != mesh.shape:
         raise PlanMismatchError(
             "the plan is for another mesh", why=f"plan: {planned}; here: {mesh}"
@@ -234,8 +263,18 @@ def check_mesh(planned: Mesh, mesh: Mesh) -> None:
 
 
 def mesh_of(text: Any) -> Mesh:
-    """Read the entry `mesh` of a plan file; ValueError or MeshError if it is none."""
+    """Parses the entry `mesh` of a plan file; raises ValueError or MeshError."""
     return Mesh.parse(Text()(text))
+
+
+def _update_of(fields: Fields) -> Update:
+    """Read the entry `update`, or `state_bytes`, which older files have in its place."""
+    before = fields.take("state_bytes", Number(0, 1e6), None)
+    texts = fields.take("update", Row(Text(100_000)), None)
+    if texts is not None:
+        return Update.parse(texts)
+    asked = fields.take("asked", Table(Or((Text(), FLAG))), {})
+    return Update.of_bytes(2.0 if before is None else before, asked.get("elementwise") is False)
 
 
 def _precision(text: Any) -> Precision:

@@ -22,7 +22,7 @@ _BY_FUNCTION = {
         "write it with operators of torch, or wrap it as one: torch.library.custom_op",
     ),
     **dict.fromkeys(("tensor", "as_tensor"), "join tensors with torch.stack or torch.cat"),
-    "__deepcopy__": "copy the module in __init__, or call it itself",
+    "__deepcopy__": "copy the module in __init__, or call the module itself",
 }
 _FUNCTIONS = (
     "write it without torch.func and vmap: with batched operators, or "
@@ -36,7 +36,7 @@ _BY_MESSAGE = {
 _BY_FILE = {
     os.path.join(_TORCH, "distributed"): "leave collectives out of the model: autopar puts them "
     "where they are needed",
-    "cache_utils.py": "train without a cache of keys and values: pass use_cache=False",
+    "cache_utils.py": "train without a key-value cache: pass use_cache=False",
 }
 _ELSE = (
     "run model(*args, **kwargs) by itself; if it runs, write this line with operators of torch or "
@@ -46,7 +46,7 @@ _ELSE = (
 _BY_WORD = {
     "while": "run a fixed number of rounds and let torch.where stop the update, or move the loop "
     "out of forward",
-    "assert": "check it before the model is called, or leave the check out",
+    "assert": "check it before the model is called, or remove the check",
     "for": "loop over a number that is known beforehand, such as a size",
 }
 _BY_VALUE = (

@@ -41,7 +41,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
         decomposition of it, if that has an unknown operator, or if it draws random numbers. The
         parts have the operator's source.
     """
-    unknown = [node for node in graph.nodes if _asks(node, known)]
+    unknown = [node for node in graph.nodes if _is_candidate(node, known)]
     if not unknown:
         return graph
     table = {op: f for op, f in decomposition_table.items() if _name(op) not in known}
@@ -53,7 +53,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
             index = node.args[1]
             assert isinstance(index, int)
             return results[first.name][index]
-        if not _asks(node, known):
+        if not _is_candidate(node, known):
             return None
         parts = _definition(node, editor, table, known)
         if parts is None:
@@ -65,7 +65,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
     return rewrite(graph, lower)
 
 
-def _asks(node: Node, known: Container[str]) -> bool:
+def _is_candidate(node: Node, known: Container[str]) -> bool:
     if node.is_leaf or node.op in known or node.op in SPLITS or node.op == "aten.unbind.int":
         return False  # splits are lowered by a pass of their own
     return node.op.startswith("aten.")

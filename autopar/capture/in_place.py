@@ -85,14 +85,14 @@ def functional(node: fx.Node) -> Functional:
     target: Any = node.target
     schema = target._schema
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    found = _twin(target)
-    if found is None:
+    match = _twin(target)
+    if match is None:
         raise CaptureError(
             f"{target} writes into a tensor and has no functional twin",
             why="torch has no operator that returns the written value",
             todo="write it with other operators of torch",
         )
-    twin, names = found
+    twin, names = match
     args, kwargs = _arguments(target, twin, names, given)
     written: list[fx.Node] = []
     for argument in filter(_is_written, schema.arguments):
@@ -113,7 +113,7 @@ def functional(node: fx.Node) -> Functional:
         if results[at].shape != item.meta["val"].shape:
             raise CaptureError(
                 f"{target} resizes the tensor that it writes into",
-                todo="use the operation without out=, or make a new tensor",
+                todo="use the operation without out=, or create a new tensor",
             )
     aliases, others = iter(written), iter(range(own))
     returned = tuple(next(aliases) if _is_alias(r) else next(others) for r in schema.returns)
@@ -228,8 +228,8 @@ def _is_unseen(node: fx.Node, flows: Callable[[fx.Node], bool]) -> bool:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target(*args, **kwargs)
     return any(
-        tensor.grad_fn is not None and tensor.grad_fn is made_by and tensor._version != version
-        for tensor, made_by, version in before
+        tensor.grad_fn is not None and tensor.grad_fn is grad_fn and tensor._version != version
+        for tensor, grad_fn, version in before
     )
 
 
@@ -251,15 +251,15 @@ def view_name(node: fx.Node, leaf: str) -> str:
     twin = _twin(node.target)
     if twin is None or not any(map(_is_alias, twin[0]._schema.returns)):
         raise CaptureError(
-            f"{node.target} gives a tensor other memory",
-            todo="make a new tensor, or copy_ into this one",
+            f"{node.target} changes the memory of a tensor",
+            todo="create a new tensor, or copy_ into this one",
         )
     name = str(twin[0]).removesuffix(".default")
     if leaf and name != "aten.detach":
         raise CaptureError(
             f"{node.target} changes the shape of {leaf!r}",
-            why="it would have another one in the next step",
-            todo=f"use {name.split('.')[1]}, which makes a view",
+            why="it would keep that shape in the next step",
+            todo=f"use {name.split('.')[1]}, which returns a view",
         )
     return name
 
@@ -310,7 +310,7 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
         return "aten.alias", (new,)
     raise CaptureError(
         f"a tensor is written through its view {op}",
-        todo="write through slices, transposes or reshapes, or make a new tensor",
+        todo="write through slices, transposes or reshapes, or create a new tensor",
     )
 
 

@@ -41,11 +41,11 @@ def joint(
             value = execute(node, values, torch.device("cpu"))
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         flows[:] = [x.requires_grad for x in results]
-        owed = [g for g, flow in zip(given[len(wants) :], flows, strict=True) if flow]
+        output_gradients = [g for g, flow in zip(given[len(wants) :], flows, strict=True) if flow]
         taking = [x for x in operands if x.requires_grad]
-        if owed and taking:
+        if output_gradients and taking:
             flowing = [x for x, flow in zip(results, flows, strict=True) if flow]
-            gradients = torch.autograd.grad(flowing, taking, owed, allow_unused=True)
+            gradients = torch.autograd.grad(flowing, taking, output_gradients, allow_unused=True)
             used[:] = [gradient is not None for gradient in gradients]
             results += [gradient for gradient in gradients if gradient is not None]
         return [x.detach() for x in results]

@@ -344,7 +344,7 @@ class Lowering(Draft):
                 raise CaptureError(
                     f"the buffer {target!r} is set to the memory of {leaf.target!r}",
                     where=str(source_of(tensor)),
-                    why="it would follow what is written there",
+                    why="it would change with every write to that memory",
                     todo=f"set it to a copy, clone() what is assigned to {target!r}",
                 )
 

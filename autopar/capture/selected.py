@@ -1,9 +1,8 @@
-"""x[mask] of a mask whose values are not known: all rows, and the mask beside them.
+"""Traces `x[mask]`, whose size is unknown, as all rows together with the mask.
 
-How many rows a mask selects depends on its values, but no more than it has elements. What is
-computed row by row is computed for all of them; sums, means and losses leave out those that are not
-selected. Such rows hold ones, so that what is computed of them is finite, and no gradient flows out
-of them.
+How many rows a mask selects depends on its values, but it is at most the number of its elements.
+Row-wise operations run on all rows; sums, means and losses leave out the rows that are not
+selected. Those rows contain ones, so that results are finite, and no gradient flows out of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import CaptureError
 
-# Of one operand, and of several that are alike.
+# Row-wise functions of one operand, and of several operands.
 _UNARY = """abs neg negative exp expm1 log log1p log2 sqrt rsqrt square sigmoid logsigmoid tanh sin
     cos erf relu gelu silu softplus leaky_relu elu hardtanh hardswish mish clamp clamp_min clamp_max
     clip float double half bfloat16 long int bool to type detach contiguous clone linear layer_norm
@@ -36,14 +35,14 @@ _FILLED = {"sum": 0.0, "mean": 0.0, "amax": -torch.inf, "amin": torch.inf, "logs
 
 @dataclass(frozen=True)
 class _Key:
-    """Equal for masks that are one: views of one memory that was not written in between."""
+    """Equal for masks that are the same: views of the same memory without a write in between."""
 
-    mask: Tensor = field(compare=False)  # kept, so that its memory does not become another's
+    mask: Tensor = field(compare=False)  # kept alive, so that its memory is not reused
     place: object
 
     @classmethod
     def of(cls, mask: Tensor) -> _Key:
-        """The key of a mask."""
+        """Returns the key of a mask."""
         if not mask.is_contiguous():
             return cls(mask, id(mask))
         memory = mask.untyped_storage()._cdata, mask.storage_offset(), mask.numel()
@@ -51,12 +50,12 @@ class _Key:
 
 
 class Selected:
-    """The rows of a tensor that a mask selects, in the place of a tensor.
+    """The rows of a tensor that a mask selects, in place of a tensor.
 
     Attributes:
         rows: all rows, [elements of the mask, ...].
-        mask: which of them are selected.
-        key: equal for masks that are one.
+        mask: which of them are selected, [elements of the mask].
+        key: equal for masks that are the same.
     """
 
     def __init__(self, rows: Tensor, mask: Tensor, key: object) -> None:
@@ -65,20 +64,20 @@ class Selected:
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor) -> Selected:
-        """x[mask]."""
+        """Returns x[mask]."""
         count, rest = mask.numel(), x.shape[mask.ndim :]
         flat = mask.reshape(count)
         rows = torch.where(_beside(flat, len(rest) + 1), x.reshape(count, *rest), x.new_ones(()))
         return cls(rows, flat, _Key.of(mask))
 
     def like(self, rows: Any) -> Any:
-        """The same of other values of the rows."""
+        """Returns the same selection of other rows."""
         if isinstance(rows, Tensor):
             return Selected(rows, self.mask, self.key)
         return type(rows)(map(self.like, rows))
 
-    def left(self, value: float) -> Tensor:
-        """All rows, with `value` in those that are not selected."""
+    def filled(self, value: float) -> Tensor:
+        """Returns all rows, with `value` in those that are not selected."""
         return torch.where(_beside(self.mask, self.ndim), self.rows, self.rows.new_full((), value))
 
     @classmethod
@@ -87,12 +86,12 @@ class Selected:
         return apply(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(Tensor, name, None)
+        function = getattr(Tensor, name, None)
         if name.startswith("__"):
             raise AttributeError(name)
-        if not callable(found):
+        if not callable(function):
             raise _refused(name)
-        return lambda *args, **kwargs: apply(found, (self, *args), kwargs)
+        return lambda *args, **kwargs: apply(function, (self, *args), kwargs)
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -139,14 +138,19 @@ def selects(name: str, args: Sequence[Any]) -> bool:
 
 
 def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = False) -> Any:
-    """What `selects` tells of; `off`: whether gradients are where a trace does not see it.
+    """Calls a function for which `selects` is true.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments.
+        off: whether gradients are switched off where a trace does not record it.
 
     Raises:
-        CaptureError: it depends on how many rows there are, or mixes those of several masks.
+        CaptureError: the result depends on the number of rows, or mixes rows of several masks.
     """
     name = str(getattr(func, "__name__", func))
     if off:
-        raise _refused(name, "gradients are switched off inside of an autocast block")
+        raise _refused(name, "gradients are switched off inside an autocast block")
     if name in ("__getitem__", "masked_select") and not isinstance(args[0], Selected):
         return Selected.of(args[0], args[1])
     if name == "__setitem__":
@@ -175,7 +179,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
 
 
 def _along(func: Any, name: str, of: Selected, *args: Any, **kwargs: Any) -> Any:
-    """Something along dimensions: of each row, or over the rows."""
+    """Applies a function along dimensions: within each row, or over the rows."""
     at = 1 if name in ("norm", "normalize") else 0
     dims = kwargs.get("dim", args[at] if len(args) > at else 1 if name == "normalize" else None)
     dims = [dims] if isinstance(dims, int) else dims or range(of.ndim)
@@ -185,21 +189,21 @@ def _along(func: Any, name: str, of: Selected, *args: Any, **kwargs: Any) -> Any
     if name not in _FILLED or 1 < len(named) < of.ndim or not of.is_floating_point():
         raise _refused(name)
     if name == "mean":
-        total = torch.sum(of.left(0.0), *args, **kwargs)
+        total = torch.sum(of.filled(0.0), *args, **kwargs)
         each = 1 if len(named) == 1 else of.rows[0].numel()
         return total / (of.mask.sum() * each)
-    return func(of.left(_FILLED[name]), *args, **kwargs)
+    return func(of.filled(_FILLED[name]), *args, **kwargs)
 
 
 def _reduced(reduction: str, losses: Selected) -> Tensor:
     if reduction not in ("mean", "sum"):
         raise _refused(f"reduction={reduction!r}")
-    total = losses.left(0.0).sum()
+    total = losses.filled(0.0).sum()
     return total if reduction == "sum" else total / (losses.mask.sum() * losses.rows[0].numel())
 
 
 def _classified(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss of classes: rows that are not selected are ignored."""
+    """Returns a classification loss that ignores rows that are not selected."""
     if not isinstance(x, Selected) or not isinstance(target, Selected) or args:
         raise _refused(func.__name__)
     if target.is_floating_point():
@@ -207,12 +211,12 @@ def _classified(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> An
         losses = x.like(func(x.rows, target.rows, **kwargs, reduction="none"))
         return losses if reduction == "none" else _reduced(reduction, losses)
     ignored = kwargs.get("ignore_index", -100)
-    found = func(x.rows, target.left(ignored), **kwargs)
-    return x.like(found) if kwargs.get("reduction") == "none" else found
+    result = func(x.rows, target.filled(ignored), **kwargs)
+    return x.like(result) if kwargs.get("reduction") == "none" else result
 
 
 def _assign(into: Any, index: Any, value: Any) -> None:
-    """into[mask] = rows that the same mask selects."""
+    """Sets into[mask] to rows that the same mask selects."""
     if isinstance(into, Selected) or not isinstance(index, Tensor) or not index.ndim:
         raise _refused("__setitem__")
     if not isinstance(value, Selected) or _Key.of(index) != value.key:
@@ -237,7 +241,7 @@ def _refused(
     name: str, why: str = "how many rows a mask selects depends on its values"
 ) -> CaptureError:
     return CaptureError(
-        f"{name} of what a mask selects, x[mask]",
-        why=f"{why}; what is computed row by row, sums, means and losses are followed",
+        f"{name} of the rows that a mask selects, x[mask]",
+        why=f"{why}; only row-wise operations, sums, means and losses are supported",
         todo="use torch.where(mask, x, 0) or x * mask, which keep the size, and mask.sum()",
     )

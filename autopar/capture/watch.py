@@ -82,10 +82,9 @@ _PRINTED = _Lost(
     "remove it from forward, or return the value with the model's outputs",
 )
 _HOOKED = _Lost(
-    "a hook is put on a tensor",
+    "a hook is registered on a tensor",
     "a captured model has no hooks: the gradient would differ",
-    "write what the hook does with operators, or as a torch.library.custom_op with "
-    "register_autograd",
+    "replace the hook by operators, or by a torch.library.custom_op with register_autograd",
 )
 _LOST = {
     "__repr__": _PRINTED,
@@ -100,7 +99,7 @@ _LOST = {
 }
 _UNCREATED = _Lost(
     "torch.autograd.grad without create_graph=True",
-    "its result would get a gradient that it does not have",
+    "its result would get a gradient that it has not in the model",
     "pass create_graph=True and detach the result, or differentiate it as well",
 )
 _FROZEN = _Lost(
@@ -124,15 +123,15 @@ _HIDDEN = _Lost(
     "write `with torch.no_grad():` around the operator without _no_grad_ in its name",
 )
 _GENERATOR = _Lost(
-    "random numbers are drawn from a generator of the model's own",
-    "its state is not a tensor that a program could hold",
-    "leave generator= out; seed with torch.manual_seed",
+    "random numbers are drawn from the model's own generator",
+    "a program cannot hold its state, which is not a tensor",
+    "omit generator=, and seed with torch.manual_seed",
 )
 _BY_SIZE = {
     "__getitem__": "for x[mask] and x[:n] use torch.where(mask, x, 0) or x * mask, which keep "
     "the size",
     "masked_select": "use torch.where(mask, x, 0), or x * mask, which keep the size",
-    "repeat_interleave": "say how many: repeat_interleave(..., output_size=n)",
+    "repeat_interleave": "state the size: repeat_interleave(..., output_size=n)",
     **dict.fromkeys(
         ("unique", "unique_consecutive", "bincount"),
         "compute it before the model and pass it as an input",
@@ -197,7 +196,7 @@ class Watch(TorchFunctionMode):
 def taken_out(where: str = "") -> CaptureError:
     """Returns the error of a model that converts a tensor to a Python number."""
     return CaptureError(
-        "a number is taken out of a tensor",
+        "a tensor is converted to a Python number",
         where=where,
         why="values are not known when a model is captured",
         todo="keep it a tensor: no .item(), int(), float() or .tolist() in forward",

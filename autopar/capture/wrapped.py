@@ -21,7 +21,7 @@ _WRAPPERS: tuple[tuple[type, str, str], ...] = (
     (
         torch.jit.ScriptModule,
         "TorchScript is not Python code that could be traced",
-        "pass the nn.Module that it was made of",
+        "pass the nn.Module that was scripted",
     ),
 )
 
@@ -40,7 +40,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         # torch has no public name for the class.
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise CaptureError(
-                f"{place} is a {name}, made by torch.compile",
+                f"{place} is a {name}, from torch.compile",
                 why="it runs code that was compiled for one device",
                 todo='pass the model inside, ._orig_mod, and backend="inductor" to autopar.compile',
             )

@@ -1,7 +1,7 @@
 """The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
-solve | calibrate | doctor`, one a file.
+solve | calibrate | doctor`, one command per file.
 
-Only here is printed.
+Only this package prints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.cli.common.console import Group
 
 @click.group(cls=Group)
 def main() -> None:
-    """Plan how a model trains in parallel, see why, write the program, and look into the rules.
+    """Plan the parallel training of a model, explain the plan, and write its program.
 
     \b
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" -o plan.toml

@@ -1,4 +1,4 @@
-"""`autopar calibrate`: what kernels and collectives take on the machine at hand."""
+"""`autopar calibrate`: measures kernels and collectives on this machine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from autopar.runtime.ranks.processes import device_name, local_device
 
 @click.command("calibrate")
 @click.option("--mesh", "mesh_text", help='The mesh to plan for: "cpu: data=2, tensor=2".')
-@click.option("--ranks", type=click.IntRange(1), help="So many processes in a row, without --mesh.")
-@click.option("--quick", is_flag=True, help="A few small problems, to see that it works.")
+@click.option("--ranks", type=click.IntRange(1), help="Number of processes, in place of --mesh.")
+@click.option("--quick", is_flag=True, help="Measure a few small problems only, as a trial.")
 @click.option(
     "-o",
     "--output",
@@ -45,11 +45,11 @@ from autopar.runtime.ranks.processes import device_name, local_device
 def command(
     mesh_text: str | None, ranks: int | None, quick: bool, output: Path, as_json: bool
 ) -> None:
-    """Measure this machine, so that plans for it are priced by what it takes.
+    """Measure kernels and collectives on this machine, to price plans for it.
 
-    Products of matrices, operators that move bytes, attention, the optimizer and every kind of
-    collective over every group of the mesh, by one process a device at once. Processes are started
-    here, or by torchrun. Needs a quiet machine and some minutes.
+    Measures matrix products, memory-bound operators, attention, the optimizer, and every kind of
+    collective over every group of the mesh, with one process per device. Starts the processes
+    itself, unless torchrun did. Takes some minutes on an otherwise idle machine.
 
     \b
     autopar calibrate --mesh "cpu: data=2, tensor=2" -o calibration.toml
@@ -58,12 +58,12 @@ def command(
     """
     mesh = _mesh(mesh_text, ranks)
     if not output.parent.is_dir():
-        raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
+        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "calibration.toml")
+        measured = Path(folder, "calibration.toml")
         if dist.is_torchelastic_launched():
             join_process_group()
-            _measure(mesh, quick, as_json, found)
+            _measure(mesh, quick, as_json, measured)
             first = dist.get_rank() == 0
             dist.destroy_process_group()
             if not first:
@@ -73,32 +73,31 @@ def command(
             if (error := Path(folder, "error")).exists():
                 raise pickle.loads(error.read_bytes())
         else:
-            _measure(mesh, quick, as_json, found)
-        made = Calibration.load(found)
-    FILE.write(output, made.to_toml())
+            _measure(mesh, quick, as_json, measured)
+        calibration = Calibration.load(measured)
+    FILE.write(output, calibration.to_toml())
     if as_json:
-        print_json({"mesh": str(mesh), "date": made.date, "points": list(_rows(made))})
+        points = list(_rows(calibration))
+        print_json({"mesh": str(mesh), "date": calibration.date, "points": points})
         return
-    print_out(_table(made))
+    print_out(_table(calibration))
     say(f"written to {output}; next: autopar plan ... --calibration {output}", err=True)
 
 
 def _mesh(text: str | None, ranks: int | None) -> Mesh:
-    """The mesh to measure; MeshError where both are given and differ."""
+    """Returns the mesh to measure; raises MeshError if both options are given and differ."""
     if text is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         return Mesh.parse(f"{device_name(kind)}: ranks={ranks or 1}")
     mesh = Mesh.parse(text)
     AnalyticModel(mesh)  # refuses a device or links without a price
     if ranks not in (None, mesh.size):
-        raise MeshError(
-            f"--ranks {ranks} for a mesh of {mesh.size} devices", todo="leave --ranks out"
-        )
+        raise MeshError(f"--ranks {ranks} for a mesh of {mesh.size} devices", todo="omit --ranks")
     return mesh
 
 
 def _process(rank: int, text: str, quick: bool, quiet: bool, folder: str) -> None:
-    """One of the processes that were started here."""
+    """Runs in each process that the command starts."""
     mesh, cuda = Mesh.parse(text), torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
@@ -109,28 +108,28 @@ def _process(rank: int, text: str, quick: bool, quiet: bool, folder: str) -> Non
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=mesh.size)
     try:
         _measure(mesh, quick, quiet, Path(folder, "calibration.toml"))
-    except AutoparError as error:  # the same on all of them
+    except AutoparError as error:  # all ranks raise the same one
         if rank == 0:
             Path(folder, "error").write_bytes(pickle.dumps(error))
     dist.destroy_process_group()
 
 
 def _measure(mesh: Mesh, quick: bool, quiet: bool, file: Path) -> None:
-    """Measure with all processes; the first shows progress and writes the result."""
+    """Measures with all processes; the first shows progress and writes the result."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     device = local_device()
     if torch.cuda.is_available() and not dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with _progress(quiet or not first) as progress:
-        made = calibrate(mesh, device, settings(device, quick), today, progress)
+        calibration = calibrate(mesh, device, settings(device, quick), today, progress)
     if first:
-        file.write_text(made.to_toml(), encoding="utf-8")
+        file.write_text(calibration.to_toml(), encoding="utf-8")
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, nothing unless a person watches."""
+    """Shows a progress bar on stderr if it is a terminal and `quiet` is not set."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda name, number, total: None
@@ -143,18 +142,18 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def _rows(made: Calibration) -> Iterator[dict[str, object]]:
-    """Every point beside what the closed forms say, largest last."""
-    model = AnalyticModel(made.mesh)
-    for p in made.products:
+def _rows(calibration: Calibration) -> Iterator[dict[str, object]]:
+    """Yields every measured point with its closed-form price, the largest of each kind last."""
+    model = AnalyticModel(calibration.mesh)
+    for p in calibration.products:
         work = Work("aten.mm", p.gemm.flops, 0.0, p.dtype, p.gemm)
         shape = f"{p.gemm.m} x {p.gemm.n} x {p.gemm.k}"
         yield _row("matmul", p.dtype, shape, p.time.seconds, p.time.spread, model.compute(work))
-    for k in made.kernels:
+    for k in calibration.kernels:
         price = model.compute(Work(k.op, k.flops, k.nbytes, k.dtype))
         size = format_bytes(k.nbytes)
         yield _row(k.op, k.dtype, size, k.time.seconds, k.time.spread, price)
-    for c in made.exchanges:
+    for c in calibration.exchanges:
         price = model.collective(Collective(c.kind, c.axes, int(c.nbytes)))
         over, size = ", ".join(c.axes), format_bytes(c.nbytes)
         yield _row(c.kind, over, size, c.time.seconds, c.time.spread, price)
@@ -173,16 +172,16 @@ def _row(
     }
 
 
-def _table(made: Calibration) -> Table:
-    """The largest problem of each kind: measured, and by the closed forms."""
-    largest = {(row["what"], row["over"]): row for row in _rows(made)}
-    table = Table(title=f"measured on {made.mesh}, the largest of each kind")
+def _table(calibration: Calibration) -> Table:
+    """Renders the measured and the closed-form seconds of the largest problem of each kind."""
+    largest = {(row["what"], row["over"]): row for row in _rows(calibration)}
+    table = Table(title=f"measured on {calibration.mesh}, the largest problem of each kind")
     for name in ("what", "dtype or axes", "size"):
         table.add_column(name)
     for name in ("measured", "spread", "closed form"):
         table.add_column(name, justify="right")
     for row in largest.values():
         seconds, spread, price = (float(str(row[x])) for x in ("seconds", "spread", "closed_form"))
-        words = (str(row[x]) for x in ("what", "over", "size"))
-        table.add_row(*words, format_seconds(seconds), f"{spread:.0%}", format_seconds(price))
+        names = (str(row[x]) for x in ("what", "over", "size"))
+        table.add_row(*names, format_seconds(seconds), f"{spread:.0%}", format_seconds(price))
     return table

@@ -1,4 +1,4 @@
-"""`autopar diff`: what differs between two plans."""
+"""`autopar diff`: compares two plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 
-_LEFT = "layouts only, collectives are not compared:"
+_LAYOUTS_ONLY = "collectives are not compared, because"
 
 
 @click.command("diff")
@@ -35,8 +35,8 @@ _LEFT = "layouts only, collectives are not compared:"
 @click.argument("second", type=click.Path(path_type=Path), metavar="B")
 @MODEL
 @RULES
-@click.option("--layouts", "plain", is_flag=True, help="Compare the files only, capture no model.")
-@click.option("--all", "everything", is_flag=True, help="Every row of long tables.")
+@click.option("--layouts", "plain", is_flag=True, help="Compare the files; capture no models.")
+@click.option("--all", "everything", is_flag=True, help="Show every row of long tables.")
 @CALIBRATION
 @JSON
 @click.pass_context
@@ -51,11 +51,11 @@ def command(
     calibration: Path | None,
     as_json: bool,
 ) -> None:
-    """Show how plan B differs from plan A: figures, layouts, collectives.
+    """Compare plan B with plan A: figures, layouts, collectives.
 
-    The exit status is 0 if they say the same, 1 if they differ, 2 after an error. Collectives are
-    compared where the models can be captured from what the plans, or --model, say. Of pipelines
-    figures, schedules and cuts are compared, and stage by stage the layouts.
+    Exits with status 0 if the plans agree, 1 if they differ, 2 after an error. Collectives are
+    compared only if the models that the plans or --model name can be captured. For pipelines,
+    compares figures, schedules and cuts, and the layouts stage by stage.
 
     \b
     autopar diff a.toml b.toml
@@ -81,7 +81,7 @@ def command(
 
 
 def _pipelines(a: Plan, b: Plan, everything: bool, as_json: bool) -> bool:
-    """Print how two plans differ, one of them a pipeline; whether they say the same."""
+    """Prints the difference of two plans, at least one a pipeline; returns whether they agree."""
     found = plan_difference(a, b)
     if as_json:
         print_json({"equal": found.equal, **asdict(found)})
@@ -98,23 +98,28 @@ def _in_full(
     known: dict[str, OpRule],
     calibration: Path | None,
 ) -> tuple[Difference, str]:
-    """The difference with names and collectives, or as it was and why it stays so."""
+    """Adds the user's names and collectives to a difference.
+
+    Returns:
+        The full difference and "", or `found` unchanged and the reason.
+    """
     graphs: dict[str, Graph] = {}
     for plan in plans:
         if plan.graph in graphs:
             continue
         source = model or plan.model.source
         if not (model or is_data(source)):
-            named = f"{source!r}, which is run only if --model names it" if source else "not said"
-            return found, f"{_LEFT} a plan's model is {named}"
+            if not source:
+                return found, f"{_LAYOUTS_ONLY} a plan names no model"
+            return found, f"{_LAYOUTS_ONLY} {source!r} is run only if --model names it"
         wanted = replace(plan.model, source=source)
         try:
             options = Options.like(plan.stage, table=known)
             graph = capture_model(wanted, options, Trace(None))
         except AutoparError as error:
-            return found, f"{_LEFT} {error}"
+            return found, f"{_LAYOUTS_ONLY} of an error: {error}"
         if fingerprint(graph) != plan.graph:
-            return found, f"{_LEFT} {source} is now {fingerprint(graph)}, not {plan.graph}"
+            return found, f"{_LAYOUTS_ONLY} {source} is now {fingerprint(graph)}, not {plan.graph}"
         graphs[plan.graph] = graph
     a, b = plans
     one, other = a.stage, b.stage
@@ -123,4 +128,4 @@ def _in_full(
         full = difference(one, other, (graphs[a.graph], graphs[b.graph]), by)
         return replace(full, head=found.head), ""
     except AutoparError as error:
-        return found, f"{_LEFT} {error}"
+        return found, f"{_LAYOUTS_ONLY} of an error: {error}"

@@ -1,4 +1,4 @@
-"""`autopar doctor`: the dumps of ranks compared; who waits for whom."""
+"""`autopar doctor`: compares the dumps of ranks and reports which rank waits for which."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST = 64  # ranks in a table or a sentence
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DUMP")
 @JSON
 def command(folder: Path, as_json: bool) -> None:
-    """Read the dumps that ranks left in a folder, and say who waits for whom.
+    """Read the dumps that ranks left in a folder, and report which rank waits for which.
 
-    A rank is behind if others wait for it and it waits for nobody. Files that cannot be read are
-    named, and the rest is compared.
+    A rank is behind if others wait for it and it waits for none. Unreadable files are listed, and
+    the others are compared.
 
     \b
     autopar doctor /tmp/autopar-1f2e3d4c5b6a
@@ -43,10 +43,13 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def read(folder: Path) -> tuple[dict[int, Record], list[DumpError]]:
-    """The records in a folder by rank, and what could not be read.
+    """Reads the dumps in a folder.
+
+    Returns:
+        The latest record of each rank, and an error for each file that cannot be read.
 
     Raises:
-        DumpError: there is none that can be read.
+        DumpError: no file can be read.
     """
     records: dict[int, Record] = {}
     damaged: list[DumpError] = []
@@ -67,41 +70,49 @@ def read(folder: Path) -> tuple[dict[int, Record], list[DumpError]]:
         raise DumpError(
             f"no dump can be read in {plain(str(folder))}",
             why=damaged[0].why if damaged else "there are no files rank-*.json",
-            todo="name the folder that the error named",
+            todo="pass the folder that the error message names",
         )
     return records, damaged
 
 
 def conclusions(records: dict[int, Record], found: Diagnosis) -> list[str]:
-    """What the records say together, a sentence a line."""
+    """Returns the conclusions from all records, one sentence each.
+
+    Args:
+        records: by rank.
+        found: their diagnosis.
+    """
     lines = []
     if found.missing:
-        lines.append(f"No dump of {_ranks(found.missing)}: killed, stopped or on another machine.")
+        lines.append(
+            f"{_ranks(found.missing).capitalize()} left no dump: killed, stopped or on another "
+            "machine."
+        )
     for rank in found.behind[:_MOST]:
-        there = records.get(rank)
-        what = "it left no dump" if there is None else there.describe()
-        lines.append(f"Rank {rank} is behind: others wait for it; {what}.")
+        record = records.get(rank)
+        state = "it left no dump" if record is None else record.describe()
+        lines.append(f"Rank {rank} is behind: others wait for it; {state}.")
     if found.waits and not found.behind:
         waiting = [wait.rank for wait in found.waits]
         lines.append(f"{_ranks(waiting).capitalize()} wait for one another.")
     for wait in found.waits[:_MOST]:
         lines.append(
-            f"Rank {wait.rank} waits for {_ranks(wait.absent)} in {_call(wait.entry)}, number "
+            f"Rank {wait.rank} waits for {_ranks(wait.absent)} in {_call(wait.entry)}, call "
             f"{wait.entry.number} of channel {wait.entry.channel}."
         )
     if found.disagreement is not None:
         lines.append(_disagreement(found.disagreement))
     if not lines:
-        lines.append("No rank waits for another, and all agree.")
+        lines.append("No rank waits for another, and all calls agree.")
     reasons = {r: record.reason for r, record in sorted(records.items()) if record.reason}
     return lines + [f"Rank {rank}: {reason}" for rank, reason in list(reasons.items())[:_MOST]]
 
 
 def _disagreement(found: Disagreement) -> str:
     calls = "; ".join(
-        f"rank {rank} does {_call(entry)}" for rank, entry in list(found.entries.items())[:_MOST]
+        f"rank {rank} calls {_call(entry)}" for rank, entry in list(found.entries.items())[:_MOST]
     )
-    return f"Number {found.number} of channel {found.channel} is not alike: {calls}."
+    return f"Call {found.number} of channel {found.channel} differs between ranks: {calls}."
 
 
 def _call(entry: Entry) -> str:
@@ -110,10 +121,10 @@ def _call(entry: Entry) -> str:
 
 
 def _ranks(ranks: Any) -> str:
-    found = list(ranks)
-    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    names = ", ".join(map(str, found[:_MOST])) + more
-    return f"rank {names}" if len(found) == 1 else f"ranks {names}"
+    listed = list(ranks)
+    more = f" and {len(listed) - _MOST} more" if len(listed) > _MOST else ""
+    names = ", ".join(map(str, listed[:_MOST])) + more
+    return f"rank {names}" if len(listed) == 1 else f"ranks {names}"
 
 
 def _table(records: dict[int, Record]) -> Table:

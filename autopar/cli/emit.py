@@ -1,4 +1,4 @@
-"""`autopar emit`: the program of a plan."""
+"""`autopar emit`: writes the program of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.session.compiled import Compiled
     "--output",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder of the program.",
+    help="The folder to write.",
 )
 @MODEL
 @RULES
@@ -42,7 +42,7 @@ def command(
     seq: int | None,
     layers: int | None,
 ) -> None:
-    """Write the program of a plan: ordinary PyTorch, without weights; of a pipeline all stages.
+    """Write the program of a plan, in ordinary PyTorch, without weights.
 
     A plan that was edited by hand is checked against the rules first.
 
@@ -52,21 +52,21 @@ def command(
     known = table(own_rules(rule_files))
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
     plan = asked.plan
-    with stages(quiet=False) as told:
+    with stages(quiet=False) as progress:
         for stage in plan.stages:
             prices(stage, calibration, plan.mesh)
-        captured = asked.captured(told)
-        told("emit")
+        captured = asked.captured(progress)
+        progress("emit")
         compiled = Compiled.of(captured, plan, asked.options, Trace(None))
         files = compiled.files(Training(torch.optim.AdamW))
     with writing(output):
         folder.write(output, files, {})
     program = output / "program.py"
-    beside = [name for name in files if name.startswith("stage_")]
+    stage_files = [name for name in files if name.startswith("stage_")]
     say(
         f"{program}: {len(files['program.py'].splitlines())} lines"
-        f"{', beside ' + ', '.join(beside) if beside else ''}\n"
-        "put weights.safetensors and batch.safetensors beside it, under the names of "
-        f"{'parameters() of the stages' if beside else 'its parameters()'} and its INPUTS, then\n"
-        f"  torchrun --nproc-per-node {plan.mesh.size} {program}"
+        f"{', with ' + ', '.join(stage_files) if stage_files else ''}\n"
+        "put weights.safetensors and batch.safetensors beside it, with the names of "
+        f"{'parameters() of the stages' if stage_files else 'its parameters()'} and INPUTS, and "
+        f"run\n  torchrun --nproc-per-node {plan.mesh.size} {program}"
     )

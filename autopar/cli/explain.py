@@ -1,4 +1,4 @@
-"""`autopar explain`: where time and memory of a plan go."""
+"""`autopar explain`: shows where the time and memory of a plan go."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
+from autopar.ir.update import NO_STATES
 from autopar.lower.program import lower
 from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import linears
@@ -52,15 +53,15 @@ from autopar.stage_plan import StagePlan
 @MODEL
 @RULES
 @shapes
-@click.option("--by", type=click.Choice(PARTS), help="Show the sums and this part only.")
-@click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
-@click.option("--dims", "named", is_flag=True, help="The dimensions by name, and where they split.")
-@click.option("--stage", "number", type=click.IntRange(min=0), help="Of a pipeline this stage.")
+@click.option("--by", type=click.Choice(PARTS), help="Show only the totals and this table.")
+@click.option("--all", "everything", is_flag=True, help="Also list operators that take no time.")
+@click.option("--dims", "named", is_flag=True, help="List named dimensions and how they are split.")
+@click.option("--stage", "number", type=click.IntRange(min=0), help="A stage of a pipeline.")
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Of a pipeline: write the simulated step to this file, for ui.perfetto.dev.",
+    help="Write the simulated step of a pipeline to this file, for ui.perfetto.dev.",
 )
 @CALIBRATION
 @JSON
@@ -79,15 +80,14 @@ def command(
     trace_json: Path | None,
     as_json: bool,
 ) -> None:
-    """Say where time and memory of a plan go.
+    """Show where the time and memory of a plan go.
 
-    By layer, kind of operator, kind of collective, mesh axis, line of the model's source, and
-    parameter; each part adds up to the predicted step, and to the predicted peak. Of a pipeline:
-    its stages, what each group of devices does when, and its memory; with --stage all this for one
-    stage on one microbatch.
+    Lists them by layer, kind of operator, kind of collective, mesh axis, line of the model's
+    source, and parameter; each table adds up to the predicted step time and the predicted peak. For
+    a pipeline, shows its stages, their schedule and their memory; with --stage, shows these tables
+    for one stage and one microbatch.
 
-    A plan is data: a model that is a Python file is never run because a plan names it, only because
-    --model does.
+    A Python file that a plan names as its model is run only if --model names it too.
 
     \b
     autopar explain plan.toml
@@ -100,14 +100,14 @@ def command(
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
     whole = asked.plan.is_pipeline and number is None
     _refuse(asked, number, whole and bool(by or everything or named), trace_json)
-    with stages(quiet=as_json) as told:
-        opened = asked.open(told)
+    with stages(quiet=as_json) as progress:
+        opened = asked.open(progress)
         part = opened.stage(number or 0)
         if whole:
-            told("simulate")
+            progress("simulate")
             assert opened.step
         elif named:
-            found = dims.rows(part.graph, part.plan, known)
+            dim_rows = dims.rows(part.graph, part.plan, known)
         else:
             limit = limit_of_plan(part.plan)
             by_prices = prices(part.plan, calibration, part.whole)
@@ -115,7 +115,7 @@ def command(
     if whole:
         pipeline_view.show(opened, trace_json, as_json)
     elif named:
-        print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
+        print_json(dims.to_json(dim_rows)) if as_json else print_out(dims.render(dim_rows))
     elif as_json:
         print_json(_json(explanation, by))
     else:
@@ -124,24 +124,23 @@ def command(
 
 
 def _refuse(asked: PlanFile, number: int | None, parts: bool, trace_json: Path | None) -> None:
-    """UsageError where options are not for such a plan."""
+    """Raises UsageError if an option does not apply to this plan."""
     if not asked.plan.is_pipeline:
         if number is not None or trace_json is not None:
             raise click.UsageError(
-                "--stage and --trace-json are for plans of pipelines; autopar simulate has the"
-                " trace of others"
+                "--stage and --trace-json are for pipelines; for other plans, autopar simulate"
+                " writes the trace"
             )
         return
     asked.stage(number)
     if parts or (number is not None and trace_json is not None):
         raise click.UsageError(
-            "--by, --all and --dims are for one stage of a pipeline, which --stage names;"
-            " --trace-json is for all"
+            "--by, --all and --dims need --stage for a pipeline; --trace-json covers all stages"
         )
 
 
 def _json(explanation: Explanation, by: str | None) -> dict[str, object]:
-    """The explanation with its views, or one of its parts with the sums."""
+    """Returns the explanation with its views, or the totals with the table `by`."""
     parts: dict[str, object] = {
         name: [{**asdict(row), "time": row.time, "held": row.held} for row in rows]
         for name, rows in ((name, view(explanation, name)) for name in VIEWS)
@@ -163,10 +162,20 @@ def explained(
     price: CostModel | None = None,
     repeated: Repeated | None = None,
 ) -> Explanation:
-    """The explanation of a plan whose layouts are known to be possible; by default closed forms.
+    """Explains a plan whose layouts have been checked.
 
-    Of a stage of a pipeline, `repeated`, it is that of a microbatch: what is done once a step has
-    the last backward alone to hide behind, and others are in flight.
+    Args:
+        graph: the prepared graph.
+        chosen: its plan.
+        limit: memory of one device in bytes.
+        known: sharding rules by operator; None for the built-in ones.
+        price: prices kernels and collectives; None for closed forms.
+        repeated: for a stage of a pipeline, how often it runs in a step. The explanation is then
+            that of one microbatch: work that is done once in a step overlaps with the last
+            backward only, and activations of other microbatches are in memory.
+
+    Returns:
+        The explanation: seconds and bytes by cause, operator and parameter.
     """
     price, slowdown = (
         price or AnalyticModel(chosen.mesh, in_step=True),
@@ -181,7 +190,8 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs, kernels, stowed = {}, [0.0, 0.0], [0.0, 0.0]
+    costs, kernels = {}, [0.0, 0.0]
+    offloaded, offload_seconds = 0.0, 0.0
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
         fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
@@ -192,8 +202,8 @@ def explained(
         if choices.name in builder.stowed:
             copied = builder.stowed[choices.name][index]  # each way
             seconds -= 2 * copied
-            stowed[0] += builder.host[choices.name][index]
-            stowed[1] += 2 * copied
+            offloaded += builder.host[choices.name][index]
+            offload_seconds += 2 * copied
         kept = builder.sums[choices.name][index] if choices.name in builder.sums else 0.0
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
@@ -201,7 +211,7 @@ def explained(
     if repeated is not None:
         kernels[1] /= repeated.microbatches
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
-    pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
+    pairs = zip(kernels, (sum(side) + offload_seconds / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     program = lower(graph.trained, chosen, price.collective)
     beside_linears = linears(program, graph, chosen, rules, price).values()
@@ -218,18 +228,18 @@ def explained(
             limit,
             hidden,
             peak,
-            stowed=stowed[0],
-            stowing=stowed[1],
-            coming=0.0 if builder.away is None else builder.away.seconds,
+            offloaded=offloaded,
+            offload_seconds=offload_seconds,
+            state_byte_seconds=0.0 if builder.away is None else builder.away.seconds,
         ),
         builder.replicated,
     )
 
 
 def _assumptions(plan: StagePlan) -> Assumptions:
-    """How the model of a plan is trained; states are listed by themselves."""
+    """Returns how a plan's model is trained, without optimizer states, which are listed apart."""
     return Assumptions(
-        state_bytes=0.0,
+        update=NO_STATES,
         slowdown=device(plan.mesh).slowdown,
         recompute=plan.recompute,
         microbatches=plan.microbatches,

@@ -1,4 +1,4 @@
-"""`autopar plan --frontier`: step time against memory."""
+"""Output of `autopar plan --frontier`: step time against memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.table import Table
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.stage_plan import StagePlan
 
-WIDTH = 30  # of the longest bar
+WIDTH = 30  # of the longest bar, in characters
 
 
 def render(plans: Sequence[StagePlan]) -> Table:
-    """A row for each plan, the fastest first."""
-    table = Table(title="Step time against memory a device (predicted)", title_justify="left")
+    """Renders a table with a row for each plan; `plans` lists the fastest first."""
+    table = Table(title="Step time against memory per device (predicted)", title_justify="left")
     for name in ("memory", "a step", ""):
         table.add_column(name, justify="right")
     table.add_column("recomputed blocks")
@@ -33,7 +33,7 @@ def render(plans: Sequence[StagePlan]) -> Table:
 
 
 def to_json(plans: Sequence[StagePlan]) -> list[dict[str, object]]:
-    """The same as data."""
+    """Returns a dictionary for each plan: bytes, seconds and recomputed blocks."""
     return [
         {
             "peak_bytes": plan.predicted.peak_bytes,

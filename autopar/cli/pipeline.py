@@ -1,4 +1,4 @@
-"""`autopar plan --global-batch`: the fastest pipeline, and the runners-up, as text and JSON."""
+"""Output of `autopar plan --global-batch`: the fastest pipeline and the runners-up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from autopar.plan import Plan
 from autopar.planning.pipelines.search import Searched
 
 
-def render(found: Searched, made: Plan) -> list[RenderableType]:
-    """The stages, and the runners-up; of these and of the best the search's own figures."""
+def render(found: Searched, plan: Plan) -> list[RenderableType]:
+    """Renders the stages and the runners-up.
+
+    Args:
+        found: the result of the search, whose figures stages and runners-up show.
+        plan: the plan of the fastest pipeline, with simulated figures.
+
+    Returns:
+        Tables and lines of text.
+    """
     best = found.pipeline
     stages = Table(box=None, header_style="bold", title_justify="left")
     for name in ("stage", "devices", "layers", "mesh", "a microbatch", "memory"):
@@ -28,8 +36,8 @@ def render(found: Searched, made: Plan) -> list[RenderableType]:
         )
     head = (
         f"{best.schedule}, {best.microbatches} microbatches, {len(best.stages)} stages: "
-        f"{format_seconds(made.predicted.step_seconds)} a step (simulated), "
-        f"{made.predicted.bubble:.1%} bubble, {format_bytes(made.predicted.peak_bytes)}"
+        f"{format_seconds(plan.predicted.step_seconds)} a step (simulated), "
+        f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}"
     )
     others = Table(box=None, header_style="bold")
     for name in ("runner-up", "microbatches", "stages", "a step", "slower by"):
@@ -37,13 +45,13 @@ def render(found: Searched, made: Plan) -> list[RenderableType]:
     for other, seconds in found.others[:5]:
         others.add_row(*_row(other), format_seconds(seconds), f"{seconds / found.seconds - 1:.1%}")
     proved = 0 < found.found.gap < 1
-    gap = f"within {found.found.gap:.1%} of the best by the formulas" if proved else ""
+    gap = f"within {found.found.gap:.1%} of the optimum of the closed forms" if proved else ""
     tail = f"{found.found.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
 
 
 def _mesh(one: Stage) -> str:
-    """A stage's devices as its plan sees them, and whether its blocks compute anything again."""
+    """Returns the mesh of a stage, and how its blocks are recomputed, if they are."""
     again = {chunk.candidate.recompute for chunk in one.chunks} - {"none"}
     recompute = f", recompute {' and '.join(sorted(again))}" if again else ""
     return one.chunks[0].candidate.label + recompute
@@ -53,16 +61,16 @@ def _row(one: Pipeline) -> tuple[str, str, str]:
     return one.schedule, str(one.microbatches), str(len(one.stages))
 
 
-def to_json(found: Searched, made: Plan) -> dict[str, object]:
-    """What `render` shows, for scripts."""
+def to_json(found: Searched, plan: Plan) -> dict[str, object]:
+    """Returns the content of `render` as a dictionary for JSON."""
     best = found.pipeline
     return {
-        "graph": made.graph,
-        "mesh": str(made.mesh),
-        "model": made.model.table(),
+        "graph": plan.graph,
+        "mesh": str(plan.mesh),
+        "model": plan.model.table(),
         "schedule": best.schedule,
         "microbatches": best.microbatches,
-        "predicted": made.predicted.figures(),
+        "predicted": plan.predicted.figures(),
         "searched_seconds": found.seconds,
         "stages": [
             {

@@ -1,4 +1,4 @@
-"""`autopar plan`: the fastest plan of a model."""
+"""`autopar plan`: searches for the fastest plan of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.cli.common.model_options import (
     own_rules,
     shapes,
 )
-from autopar.cli.common.pin_options import fixed_beforehand, words
+from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.explain import explained
 from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
@@ -49,89 +49,89 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--global-batch",
     type=click.IntRange(1, 2**31),
-    help="Samples of a step; cuts the model into pipeline stages and the batch into microbatches.",
+    help="Samples in a step; cuts the model into pipeline stages and the batch into microbatches.",
 )
 @RULES
 @click.option(
     "--memory",
     metavar="SIZE",
-    help='Tensors of a device, at most: "80GiB"; else its memory less what its allocator wastes.',
+    help='Limit on tensors per device: "80GiB". Default: its memory less fragmentation.',
 )
 @click.option(
     "--unknown-ops",
     type=click.Choice(["replicate", "error"]),
-    help="Run operators without a sharding rule whole, as by default, or refuse them.",
+    help="Replicate operators without a sharding rule (the default), or refuse them.",
 )
 @click.option(
     "--allow",
     metavar="WHAT",
-    help='With --global-batch: "stale gradients" lets the search take schedules that update '
-    "weights while microbatches are under way (2bw), which changes what is computed.",
+    help='With --global-batch: "stale gradients" admits schedules that update weights while '
+    "microbatches are in flight (such as 2bw), which changes the result of training.",
 )
-@fixed_beforehand
+@pin_options
 @click.option(
     "--state",
     metavar="NAME",
-    help='How far states of replicas are split: zero3, "paro-iig over node", NIG; else chosen.',
+    help='Sharding of states over replicas: zero3, "paro-iig over node", NIG. Default: searched.',
 )
 @click.option(
     "--precision",
     metavar="NAME",
-    help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
-    '"bf16 communication=bf16" sends gradients so, "bf16 sums=f32" sums activations over devices '
-    "in fp32; else as the model is. Numerics change by weights=int8 and gradients=int8, which "
-    "gather and reduce in int8 blocks.",
+    help="bf16 or fp16: compute and store weights in it, and update a master copy in fp32; "
+    '"bf16 communication=bf16" also sends gradients in it, "bf16 sums=f32" adds activations over '
+    "devices in fp32. weights=int8 and gradients=int8 communicate in int8 blocks, which changes "
+    "numerics. Default: the model's own dtypes.",
 )
 @click.option(
     "--solver",
     metavar="NAME",
-    help="ilp (the default) searches for the cheapest plan, propagate follows pins.",
+    help="ilp (the default) searches for the fastest plan; propagate follows pins.",
 )
 @click.option(
     "--calibration",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Prices that `autopar calibrate` measured on such machines.",
+    help="Price by this file, which `autopar calibrate` measured on such machines.",
 )
 @click.option(
     "--recompute",
     metavar="WHAT",
-    help="Blocks computed again in the backward: auto (the default), none, full, selective, or "
-    "such as 'full 8'.",
+    help="Recompute blocks in the backward: auto (the default), none, full, selective, or a number "
+    "of blocks, 'full 8'.",
 )
 @click.option(
     "--offload",
     metavar="WHAT",
-    help="Kept in host memory: none (the default), auto, optimizer, activations, both with +, or "
-    "such as 'activations 8'.",
+    help="Keep in host memory: none (the default), auto, optimizer, activations, "
+    "optimizer+activations, or a number of blocks, 'activations 8'.",
 )
 @click.option(
     "--collectives",
     metavar="HOW",
     help="Algorithms of collectives: auto, or rows joined by ';', such as 'all_reduce over node, "
-    "gpu from 65536: 2d_torus'; else the library's own.",
+    "gpu from 65536: 2d_torus'. Default: those of NCCL or gloo.",
 )
 @click.option(
     "--fuse/--no-fuse",
     default=None,
-    help="Whether kernels take the place of what a model writes out.",
+    help="Whether to replace groups of operators by fused kernels.",
 )
 @click.option(
     "--fuse-also",
     "also",
     multiple=True,
     type=click.Choice(ASKED_FOR),
-    help="What is fused only where it is named: collectives beside the linears around them.",
+    help="Also apply this fusion, which is off by default: collectives that overlap with linears.",
 )
 @click.option(
     "--frontier",
     "as_frontier",
     is_flag=True,
-    help="Step time against memory: the fastest plans that need less and less. Writes none.",
+    help="Show the fastest plans within less and less memory. Writes no plan.",
 )
 @click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
-    help="A folder to which every value on the way is written.",
+    help="Write every intermediate value to this folder.",
 )
 @click.option(
     "-o",
@@ -171,8 +171,8 @@ def command(
 ) -> None:
     """Find the fastest way to train MODEL within the memory of the devices.
 
-    MODEL is a name of the zoo, hf:path/to/config.json, or file.py:function, which returns the
-    model and keyword arguments for it. Needs no GPU and no weights. Planned for AdamW.
+    MODEL is a name of the zoo, hf:path/to/config.json, or file.py:function; the function returns
+    the model and keyword arguments for it. Needs no GPU and no weights. Assumes AdamW.
 
     \b
     autopar plan llama-3-8b --mesh "H100: node=4, gpu=8" --batch 64 -o plan.toml
@@ -206,15 +206,15 @@ def command(
         Options() if before is None else Options.like(before),
         memory=limit if memory is None else parse_quantity(memory, "B"),
         trace=trace,
-        pins=words(texts, plans, layouts, source),
+        pins=read_pins(texts, plans, layouts, source),
         table=table(own_rules(rule_files)),
         calibration=calibration,
         fuse=choose((*fused, *also)),
         **{name: value for name, value in given.items() if value is not None},
     )
     if output is not None and not output.parent.is_dir():
-        raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
-    prices = cost_model(mesh, options)  # refused, if at all, before a model is traced
+        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
         _pipeline(spec, mesh, options, output, as_json)
@@ -226,15 +226,15 @@ def command(
         tracer = Stages(trace, stage)
         graph = capture_model(spec, options, tracer)
         stage("strategies")
-        found = make_plan(graph, mesh, options, tracer)
-        plan = Plan.of(found, spec)
-        explanation = explained(graph, found, found.limit, options.table, prices)
+        best = make_plan(graph, mesh, options, tracer)
+        plan = Plan.of(best, spec)
+        explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
-        print_json({**_plan_json(plan), "memory_limit": found.limit, "whole": explanation.whole})
+        print_json({**_plan_json(plan), "memory_limit": best.limit, "whole": explanation.whole})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
-        print_out(*render_fused(found.fused))
-        say(_found(found))
+        print_out(*render_fused(best.fused))
+        say(_solver_line(best))
         _warn_whole(explanation)
     if output is not None:
         plan.save(output)
@@ -243,78 +243,78 @@ def command(
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
-    """What `--collectives` says; CollectiveError for a row that cannot be read."""
+    """Parses `--collectives`; raises CollectiveError for a malformed row."""
     if text is None or text == AUTO:
         return text
     return ChosenAlgorithms.parse([row.strip() for row in text.split(";")])
 
 
 def _frontier(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> None:
-    """Step time against memory, down to what is the least."""
-    found: list[StagePlan] = []
+    """Prints the fastest plans within less and less memory, down to the least possible."""
+    plans: list[StagePlan] = []
     with stages(quiet=as_json) as stage:
         tracer = Stages(None, stage)
         graph = capture_model(spec, options, tracer)
         planner = Planner(graph, mesh, options, Trace(None))
 
         def planned(limit: float) -> StagePlan:
-            stage(f"{len(found)} plans; next within {format_bytes(limit)}")
+            stage(f"{len(plans)} plans; next within {format_bytes(limit)}")
             return planner.plan(limit)
 
         for plan in frontier.frontier(planned):
-            found.append(plan)
-    print_json(frontier_view.to_json(found)) if as_json else print_out(frontier_view.render(found))
+            plans.append(plan)
+    print_json(frontier_view.to_json(plans)) if as_json else print_out(frontier_view.render(plans))
 
 
 def _pipeline(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
-    """The fastest pipeline; what is asked of one plan goes for each of its stages."""
+    """Searches for the fastest pipeline and prints it; the options apply to each stage."""
     batch = options.global_batch
     assert batch is not None
     model = model_of_any_size(spec, options)
     with stages(quiet=as_json) as stage:
         tracer = Stages(None if options.trace is None else Path(options.trace), stage)
         found, plan = plan_pipeline(model, batch, mesh, options, tracer, stage)
-    made = replace(plan, model=replace(spec, batch=batch))
+    plan = replace(plan, model=replace(spec, batch=batch))
     if as_json:
-        print_json(to_json(found, made))
+        print_json(to_json(found, plan))
     else:
-        print_out(*render(found, made))
+        print_out(*render(found, plan))
     if output is not None:
-        made.save(output)
+        plan.save(output)
         say(f"written to {output}", err=True)
 
 
 def _plan_json(plan: Plan) -> dict[str, object]:
-    made = plan.stage
+    stage = plan.stage
     return {
         "graph": plan.graph,
         "mesh": str(plan.mesh),
         "model": plan.model.table(),
         "predicted": plan.predicted.figures(),
-        "pins": made.pins,
-        "precision": str(made.precision),
-        "recompute": {run: str(how) for run, how in made.recompute.items()},
-        "offload": made.offload.to_table(),
-        "fuse": list(made.fuse),
-        "fused": {name: asdict(entry) for name, entry in made.fused.items()},
-        "solver": made.solver.table(),
-        "layouts": {name: str(node) for name, node in made.nodes.items()},
+        "pins": stage.pins,
+        "precision": str(stage.precision),
+        "recompute": {run: str(how) for run, how in stage.recompute.items()},
+        "offload": stage.offload.to_table(),
+        "fuse": list(stage.fuse),
+        "fused": {name: asdict(entry) for name, entry in stage.fused.items()},
+        "solver": stage.solver.table(),
+        "layouts": {name: str(node) for name, node in stage.nodes.items()},
     }
 
 
-def _found(made: StagePlan) -> str:
-    """How the plan was found, in a sentence."""
-    said = made.solver
-    left = "" if said.left is None else f"reductions left {said.left}, "
-    again = "".join(f"; {run} recomputes {how}" for run, how in made.recompute.items())
-    again += f"; in host memory: {made.offload}" if made.offload else ""
-    verdict = "optimal" if said.gap <= 1e-6 else f"within {100 * said.gap:.2g} % of the optimum"
-    return f"{said.name}: {said.nodes} nodes, {left}{verdict}, {said.seconds:.2f} s{again}"
+def _solver_line(plan: StagePlan) -> str:
+    """Returns a line on the solver, its optimality gap and time, recomputation and offload."""
+    run = plan.solver
+    left = "" if run.left is None else f"reductions left {run.left}, "
+    extra = "".join(f"; {blocks} recomputes {how}" for blocks, how in plan.recompute.items())
+    extra += f"; in host memory: {plan.offload}" if plan.offload else ""
+    verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
+    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
 
 
 def _warn_whole(explanation: Explanation) -> None:
     if explanation.whole:
-        found = ", ".join(f"%{name}" for name in explanation.whole)
-        say(f"whole on every device for want of a rule: {found}", fg="yellow", err=True)
+        names = ", ".join(f"%{name}" for name in explanation.whole)
+        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

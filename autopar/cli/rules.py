@@ -1,4 +1,4 @@
-"""`autopar rules`: what the sharding rules say, whether it is so, and rules for new operators."""
+"""`autopar rules`: lists, proves, audits and discovers sharding rules."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from autopar.intra_op.rules import families
 
 @click.command("rules")
 @click.argument("operators", nargs=-1, metavar="[OPERATOR]...")
-@click.option("--prove", "proving", is_flag=True, help="Run every example in parts, and compare.")
-@click.option("--audit", "auditing", is_flag=True, help="Find what is kept whole without need.")
+@click.option("--prove", "proving", is_flag=True, help="Run every example sharded, and compare.")
+@click.option("--audit", "auditing", is_flag=True, help="List factors kept whole without need.")
 @click.option("--discover", "discovering", is_flag=True, help="Find a rule by running OPERATOR.")
 @click.option(
     "--example",
@@ -37,7 +37,7 @@ from autopar.intra_op.rules import families
     metavar="ARGUMENTS",
     help='Arguments for --discover: "f64[4, 6], f64[6], 2". Repeatable.',
 )
-@click.option("--markdown", is_flag=True, help="The reference of all rules as a page.")
+@click.option("--markdown", is_flag=True, help="Print the reference page of the rules.")
 @RULES
 @JSON
 @click.pass_context
@@ -52,9 +52,9 @@ def command(
     rule_files: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """List the sharding rules, of every OPERATOR or of those named: "aten.mm", "aten.conv*".
+    """List the sharding rules of all operators, or of the given ones: "aten.mm", "aten.conv*".
 
-    --prove and --audit end with exit code 1 where they find something.
+    --prove and --audit exit with status 1 if a rule fails.
 
     \b
     autopar rules --prove aten.linear
@@ -64,7 +64,7 @@ def command(
     if sum((proving, auditing, discovering, markdown)) > 1:
         raise click.UsageError("--prove, --audit, --discover and --markdown exclude one another")
     if examples and not discovering:
-        raise click.UsageError("--example belongs to --discover")
+        raise click.UsageError("--example needs --discover")
     own = own_rules(rule_files)
     with _one_thread():
         if discovering:
@@ -80,7 +80,7 @@ def command(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The tensors of examples are tiny: threads would only wait for one another."""
+    """Limits torch to one thread: the examples are too small to share out."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +90,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _chosen(operators: tuple[str, ...], own: tuple[OpRule, ...]) -> dict[str, list[OpRule]]:
-    """The rules of the operators that are asked for, by family; RuleError where there are none."""
+    """Returns the rules of the given operators by family; raises RuleError if one has no rule."""
     replaced = collect(own)
     chosen = {
         name: [rule for rule in family if rule.op not in replaced]
@@ -103,7 +103,7 @@ def _chosen(operators: tuple[str, ...], own: tuple[OpRule, ...]) -> dict[str, li
         if not any(fnmatchcase(op, pattern) for op in known):
             raise RuleError(
                 f"there is no rule for {pattern}",
-                todo=f"find one: autopar rules --discover {pattern}",
+                todo=f"discover one: autopar rules --discover {pattern}",
             )
     wanted = patterns or ["*"]
     picked = {
@@ -114,7 +114,7 @@ def _chosen(operators: tuple[str, ...], own: tuple[OpRule, ...]) -> dict[str, li
 
 
 def _each(chosen: dict[str, list[OpRule]], quiet: bool, verb: str) -> Iterator[OpRule]:
-    """Every rule in turn, while stderr tells a person how far it is."""
+    """Yields every rule, and shows the progress on stderr."""
     every = [rule for family in chosen.values() for rule in family]
     with stages(quiet=quiet) as stage:
         for number, rule in enumerate(every, 1):
@@ -152,7 +152,7 @@ def _prove(chosen: dict[str, list[OpRule]], as_json: bool) -> bool:
 
 
 def _report(rule: OpRule) -> Report:
-    """The proof of one rule; an example that cannot be run is a failure like others."""
+    """Proves one rule; an example that cannot run counts as a failure."""
     try:
         return prove(rule)
     except RuleError as error:
@@ -161,7 +161,7 @@ def _report(rule: OpRule) -> Report:
 
 
 def _audit(chosen: dict[str, list[OpRule]], as_json: bool) -> bool:
-    findings = [found for rule in _each(chosen, as_json, "audit") for found in audit(rule)]
+    findings = [finding for rule in _each(chosen, as_json, "audit") for finding in audit(rule)]
     telling = [item for item in findings if item.telling]
     if as_json:
         print_json([asdict(item) for item in telling])
@@ -172,22 +172,24 @@ def _audit(chosen: dict[str, list[OpRule]], as_json: bool) -> bool:
         ]
         _print_table(("operator", "rule", "freed", "", "example"), rows)
     if not as_json:
-        click.echo(f"{len(telling)} of {len(findings)} whole factors could be split or not tried")
+        click.echo(
+            f"{len(telling)} of {len(findings)} unsplit factors could be split or were not tried"
+        )
     return not telling
 
 
 def _discover(operators: tuple[str, ...], examples: tuple[str, ...], as_json: bool) -> bool:
     if not operators or (examples and len(operators) > 1):
-        raise click.UsageError("--discover needs an operator, and one only where it has examples")
-    found = []
+        raise click.UsageError("--discover needs an operator, and only one if examples are given")
+    rules = []
     with stages(quiet=as_json) as stage:
         for operator in operators:
             stage(f"run {operator} in parts")
-            found.append(discover(operator, examples))
+            rules.append(discover(operator, examples))
     if as_json:
-        print_json([asdict(rule) for rule in found])
+        print_json([asdict(rule) for rule in rules])
     else:
-        click.echo("\n".join(map(source, found)))
+        click.echo("\n".join(map(source, rules)))
     return True
 
 

@@ -1,4 +1,4 @@
-"""`autopar schedules`: the pipeline schedules, their bubbles, activations and pictures."""
+"""`autopar schedules`: lists and draws pipeline schedules with their bubbles and activations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _HEADS = (
     "needs",
 )  # fmt: skip
 _NOTES = """\
-activations: at most so many microbatches of one place's part of the model
-versions: of the weights, in the first and the last place
-staleness: by how many updates at most gradients are of older weights. Where it is not 0 a period of
-  the steady state is timed, and a model may need another learning rate, or not converge: such a
-  schedule has to be allowed, "stale gradients"
-* as if the next step began in a place before others have ended this one"""
+activations: peak number of microbatches in flight, times a place's share of the model
+versions: weight versions kept in the first and the last place
+staleness: largest age of the weights of a gradient, in updates. If it is not 0, the time is that of
+  a period in the steady state. Training may need another learning rate or may not converge;
+  allow such a schedule with --allow "stale gradients"
+* the closed form lets a place begin the next step while others still run this one"""
 
 
 class _Seconds(click.ParamType[Times]):
@@ -42,7 +42,7 @@ class _Seconds(click.ParamType[Times]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Times:
-        """Read three positive numbers."""
+        """Parses three positive numbers."""
         if isinstance(value, Times):
             return value
         try:
@@ -56,7 +56,14 @@ class _Seconds(click.ParamType[Times]):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the pipeline is like: ranks, microbatches, times of a rank's part, of a transfer."""
+    """The pipeline to schedule.
+
+    Attributes:
+        ranks: number of places.
+        microbatches: in a step.
+        times: of forward, input backward and weight backward of a place's share of the model.
+        transfer: time of a transfer between places.
+    """
 
     ranks: int
     microbatches: int
@@ -73,35 +80,35 @@ class _Wanted:
     type=click.IntRange(1, 1024),
     default=4,
     show_default=True,
-    help="Places of the pipeline, each a device or a sub-mesh. A schedule with several stages in"
-    " each place cuts the model into finer ones.",
+    help="Places of the pipeline, each a device or a sub-mesh. A schedule with several stages per"
+    " place cuts the model into smaller stages.",
 )
 @click.option(
     "--microbatches", type=click.IntRange(1, 4096), default=8, show_default=True, help="In a step."
 )
 @click.option(
-    "--chunks", type=click.IntRange(0, 64), help="Stages in each place, for interleaved_1f1b."
+    "--chunks", type=click.IntRange(0, 64), help="Stages per place, for interleaved_1f1b."
 )
 @click.option(
     "--extra",
     type=click.IntRange(0, 4096),
-    help="Further forwards ahead for each place, for eager_1f1b.",
+    help="Additional forwards ahead per place, for eager_1f1b.",
 )
 @click.option(
     "--times",
     type=_Seconds(),
     default="1,1,1",
     show_default=True,
-    help="Of forward, input backward and weight backward of one place's part of the model.",
+    help="Times of forward, input backward and weight backward of a place's share of the model.",
 )
 @click.option(
     "--transfer",
     type=SECONDS,
     default=0.0,
-    help="Time from one place to the next, beside the computing.",
+    help="Time of a transfer between places, which overlaps with compute.",
 )
 @click.option(
-    "--complete", "completed", is_flag=True, help="With NAME: all that every place does in a step."
+    "--complete", "completed", is_flag=True, help="With NAME: list every action of every place."
 )
 @click.option(
     "--trace-json",
@@ -122,7 +129,7 @@ def command(
     trace_json: Path | None,
     as_json: bool,
 ) -> None:
-    """List the pipeline schedules, or draw the one that is NAMEd; all figures are simulated.
+    """List the pipeline schedules, or draw the schedule NAME; all figures are simulated.
 
     \b
     autopar schedules --stages 4 --microbatches 8
@@ -138,21 +145,21 @@ def command(
         _list(wanted, as_json)
         return
     try:
-        made = schedule(name, ranks, microbatches, **given)
+        chosen = schedule(name, ranks, microbatches, **given)
     except TypeError as error:
         raise click.UsageError(f"{name} does not take --" + " or --".join(given)) from error
-    timeline = _simulated(made, wanted)
+    timeline = _simulated(chosen, wanted)
     if trace_json is not None:
         FILE.write(trace_json, timeline.to_trace())
-    rows = complete(made) if completed else None
+    rows = complete(chosen) if completed else None
     if as_json:
-        print_json(_json(made, timeline, wanted, rows))
+        print_json(_json(chosen, timeline, wanted, rows))
     else:
-        _draw(made, timeline, wanted, rows)
+        _draw(chosen, timeline, wanted, rows)
 
 
 def _costs(made: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float]]:
-    """Equal stages that together are one model, whatever their number, and their transfers."""
+    """Returns the costs of equal stages that add up to one model, and of transfers between them."""
     part = made.ranks / made.stages
     forward, backward, weight = (seconds * part for seconds in wanted.times)
     cost = StageCost(forward, backward, weight, activation=part)
@@ -160,12 +167,12 @@ def _costs(made: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float
 
 
 def _simulated(made: Schedule, wanted: _Wanted) -> Timeline:
-    """The time line of equal stages."""
+    """Simulates a schedule of equal stages."""
     return simulate(made, *_costs(made, wanted))
 
 
 def _figures(made: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, Any]:
-    """What the list says of a schedule; of one that does not flush, of its steady state."""
+    """Returns the figures of a schedule in the list; without flushes, those of the steady state."""
     seconds, bubble, joined = timeline.seconds, timeline.bubble, timeline.joined_bubble
     if not made.flushes:
         costs, borders = _costs(made, wanted)
@@ -191,7 +198,7 @@ def _figures(made: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, A
 
 
 def _json(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> dict[str, Any]:
-    """A schedule with all that is drawn of it."""
+    """Returns a schedule with its figures, rows and timeline for JSON."""
     return {
         "simulated": True,
         **_figures(made, timeline, wanted),
@@ -207,8 +214,8 @@ def _json(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
 
 
 def _list(wanted: _Wanted, as_json: bool) -> None:
-    """All schedules; those that do not exist for the sizes with the reason."""
-    found = [(recipe, *_try(recipe, wanted)) for recipe in schedules().values()]
+    """Prints all schedules; one that these sizes rule out has the reason in place of figures."""
+    tried = [(recipe, *_try(recipe, wanted)) for recipe in schedules().values()]
     if as_json:
         listed = [
             {
@@ -216,7 +223,7 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
                 "summary": recipe.summary,
                 "needs": recipe.needs,
             }
-            for recipe, figures, refusal in found
+            for recipe, figures, refusal in tried
         ]
         print_json({"simulated": True, "ranks": wanted.ranks, "schedules": listed})
         return
@@ -225,7 +232,7 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         left = head in ("schedule", "needs")
         table.add_column(head, justify="left" if left else "right", overflow="fold")
     marks = {True: "*", False: " "}
-    for recipe, figures, _ in sorted(found, key=lambda one: one[1]["time"] if one[1] else 1e300):
+    for recipe, figures, _ in sorted(tried, key=lambda one: one[1]["time"] if one[1] else 1e300):
         if figures is None:
             table.add_row(recipe.name, *"-------", Text(recipe.needs, "dim"))
             continue
@@ -242,8 +249,8 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
             f"{abs(figures['bubble']):.1%}",
             closed,
             f"{figures['activations']:.3g}",
-            _most(figures["versions"]),
-            _most(figures["staleness"]),
+            _ends(figures["versions"]),
+            _ends(figures["staleness"]),
             f"{figures['stages']}{copies}",
             recipe.needs,
         )
@@ -255,21 +262,22 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
     )
 
 
-def _most(figures: list[int]) -> str:
-    """The figures of the first and the last stage, one where they are the same."""
+def _ends(figures: list[int]) -> str:
+    """Formats the figures of the first and the last stage: "4-1", or "1" if they are equal."""
     return str(figures[0]) if figures[0] == figures[-1] else f"{figures[0]}-{figures[-1]}"
 
 
 def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
+    """Returns a schedule's figures and "", or None and the reason why it cannot be built."""
     try:
-        made = recipe.build(wanted.ranks, wanted.microbatches)
+        built = recipe.build(wanted.ranks, wanted.microbatches)
     except ScheduleError as error:
         return None, str(error)
-    return _figures(made, _simulated(made, wanted), wanted), ""
+    return _figures(built, _simulated(built, wanted), wanted), ""
 
 
 def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> None:
-    """The head, a line for each rank, the legend."""
+    """Prints a heading, a line for each rank, and the legend."""
     console = Console()
     width = console.width if console.is_terminal else WIDTH
     label = len(f"rank {made.ranks - 1} ")
@@ -292,7 +300,7 @@ def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
         " simulated",
         picture,
         legend(timeline),
-        f"activations of one stage and microbatch, at most, by rank: {most}",
+        f"peak activations in stages times microbatches, by rank: {most}",
     )
     _print_rows(rows)
 
@@ -300,7 +308,7 @@ def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
 def _draw_streamed(
     made: Schedule, figures: dict[str, Any], picture: Text, timeline: Timeline, rows: Step | None
 ) -> None:
-    """The same of a schedule that does not flush, whose picture is from the first microbatch on."""
+    """Prints a schedule without flushes; the picture starts at the first microbatch."""
     most = ", ".join(map(str, timeline.peak_activations))
     print_out(
         f"{made.name}: {made.stages} stages in {made.ranks} places, {made.microbatches}"
@@ -308,10 +316,10 @@ def _draw_streamed(
         f" {abs(figures['bubble']):.1%} in the steady state; simulated",
         picture,
         legend(timeline),
-        f"activations of one stage and microbatch, at most, by rank: {most}",
-        f"versions of the weights, by stage: {', '.join(map(str, figures['versions']))}",
-        f"staleness in updates, at most, by stage: {', '.join(map(str, figures['staleness']))}",
-        f"it has to be allowed: {figures['allow']!r}; what is computed is not what one device does",
+        f"peak activations in stages times microbatches, by rank: {most}",
+        f"weight versions by stage: {', '.join(map(str, figures['versions']))}",
+        f"largest staleness by stage, in updates: {', '.join(map(str, figures['staleness']))}",
+        f"needs --allow {figures['allow']!r}: training differs from that on one device",
     )
     _print_rows(rows)
 

@@ -1,4 +1,4 @@
-"""`autopar simulate`: one training step of a plan on streams, with its memory over time."""
+"""`autopar simulate`: simulates a training step on streams, with its memory over time."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ from autopar.stage_plan import StagePlan
 @MODEL
 @RULES
 @shapes
-@click.option(
-    "--wait", is_flag=True, help="As if the program waited for every collective, gradients too."
-)
+@click.option("--wait", is_flag=True, help="Simulate without overlap: wait for every collective.")
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write every task in time to this file, for ui.perfetto.dev.",
+    help="Write the timeline to this file, for ui.perfetto.dev.",
 )
 @CALIBRATION
 @JSON
@@ -57,10 +55,10 @@ def command(
 ) -> None:
     """Simulate one training step of a plan on one device: time, overlap and memory.
 
-    Of a pipeline it is every stage, and the schedule in time.
+    For a pipeline, simulate every stage and the schedule.
 
-    The optimizer is AdamW. A plan is data: a model that is a Python file is never run because a
-    plan names it, only because --model does.
+    The optimizer is AdamW. A Python file that a plan names as its model is run only if --model
+    names it too.
 
     \b
     autopar simulate plan.toml
@@ -69,36 +67,37 @@ def command(
     known = table(own_rules(rule_files))
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
     if asked.plan.is_pipeline and wait:
-        raise click.UsageError("--wait is for plans of a model in one piece")
-    with stages(quiet=as_json) as told:
-        opened = asked.open(told)
-        told("simulate")
+        raise click.UsageError("--wait is for plans without pipeline stages")
+    with stages(quiet=as_json) as progress:
+        opened = asked.open(progress)
+        progress("simulate")
         if asked.plan.is_pipeline:
             assert opened.step
     if asked.plan.is_pipeline:
         pipeline_view.show(opened, trace_json, as_json)
         return
     chosen, graph = asked.plan.stage, opened.graphs[0]
-    with stages(quiet=as_json) as told:
-        told("simulate")
+    with stages(quiet=as_json) as progress:
+        progress("simulate")
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)
         settings = replace(settings, overlap=frozenset()) if wait else settings
-        found = simulated(graph, chosen, known, settings, prices(chosen, calibration))
-        figures = utilisations(found, graph, chosen, known, chip)
+        timeline = simulated(graph, chosen, known, settings, prices(chosen, calibration))
+        figures = utilisations(timeline, graph, chosen, known, chip)
     if trace_json is not None:
-        FILE.write(trace_json, found.to_trace())
+        FILE.write(trace_json, timeline.to_trace())
     if as_json:
-        print_json({"graph": graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures})
+        head = {"graph": graph.name, "mesh": str(chosen.mesh)}
+        print_json({**head, **timeline.to_json(), **figures})
     else:
         shown = {name.replace("_", " "): f"{value:.1%}" for name, value in figures.items()}
         if chip.fragmentation:
-            reserved = found.memory.reserved(chip.fragmentation)
-            shown[f"memory, {chip.fragmentation:.0%} of it idle in the allocator"] = (
+            reserved = timeline.memory.reserved(chip.fragmentation)
+            shown[f"memory, with {chip.fragmentation:.0%} fragmentation"] = (
                 f"{format_bytes(reserved)} ({reserved / chip.memory:.1%})"
             )
         print_out(f"{graph.name} on {chosen.mesh}")
-        print_out(render(found, figures=shown, limit=chip.memory))
+        print_out(render(timeline, figures=shown, limit=chip.memory))
 
 
 def simulated(
@@ -108,25 +107,49 @@ def simulated(
     settings: Settings,
     model: AnalyticModel | MeasuredModel,
 ) -> Timeline:
-    """The timeline of a step under some prices."""
-    done = tasks(graph, plan, works(graph, plan, known), model, settings)
-    return run(done, model, model.device.slowdown)
+    """Simulates a step.
+
+    Args:
+        graph: the prepared graph.
+        plan: its plan.
+        known: sharding rules by operator.
+        settings: the overlap that the simulation assumes.
+        model: prices kernels and collectives.
+
+    Returns:
+        All tasks of one device in time, in seconds, and its memory in bytes.
+    """
+    step = tasks(graph, plan, works(graph, plan, known), model, settings)
+    return run(step, model, model.device.slowdown)
 
 
 def utilisations(
     timeline: Timeline, graph: Graph, plan: StagePlan, known: dict[str, OpRule], chip: Device
 ) -> dict[str, float]:
-    """Model and hardware FLOPs utilisation, of the peak for the dtype of most matrix products."""
-    run_here = timeline.products
-    if not run_here:
+    """Returns model and hardware FLOPs utilisation.
+
+    Args:
+        timeline: of a simulated step.
+        graph, plan: of that step.
+        known: sharding rules by operator.
+        chip: the device.
+
+    Returns:
+        Fractions of the peak FLOP/s of the dtype that most matrix products have; empty if there
+        are no matrix products.
+    """
+    flops_by_dtype = timeline.products
+    if not flops_by_dtype:
         return {}
-    dtype = max(run_here, key=lambda name: run_here[name])
+    dtype = max(flops_by_dtype, key=lambda name: flops_by_dtype[name])
     peak = chip.rate(dtype, True)
     whole = works(graph, _whole(graph, plan), known)
     flops = sum(graph.multiplicity[name] * _products(work) for name, work in whole.items())
     return {
         "model_flops_utilisation": timeline.flops_utilisation(flops / plan.mesh.size, peak),
-        "hardware_flops_utilisation": timeline.flops_utilisation(sum(run_here.values()), peak),
+        "hardware_flops_utilisation": timeline.flops_utilisation(
+            sum(flops_by_dtype.values()), peak
+        ),
     }
 
 
@@ -135,7 +158,7 @@ def _products(work: NodeWork) -> float:
 
 
 def _whole(graph: Graph, plan: StagePlan) -> StagePlan:
-    """The plan that runs everything whole: the model's own FLOPs."""
+    """Returns the plan that splits nothing; its FLOPs are those of the model."""
     nodes = {}
     for node in graph.folded:
         reads = [graph[name].type.shape for name in node.inputs]

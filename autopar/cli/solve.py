@@ -1,4 +1,4 @@
-"""`autopar solve`: the least costly choice of a strategy problem in the contest's JSON."""
+"""`autopar solve`: solves a strategy problem in the JSON of the contest."""
 
 from __future__ import annotations
 
@@ -17,26 +17,34 @@ from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
 
 SOLUTION = Kind(
-    "the solution", ProblemError, "give a file that -o wrote", bad="this is not a solution"
+    "the solution", ProblemError, "pass a file that -o wrote", bad="this is not a solution"
 )
 
 
 @click.command("solve")
 @click.argument("instance", type=click.Path(path_type=Path))
 @click.option(
-    "--time-limit", type=SECONDS, default=60.0, show_default=True, help="Seconds, reading included."
+    "--time-limit",
+    type=SECONDS,
+    default=60.0,
+    show_default=True,
+    help="In seconds, with the reading.",
 )
-@click.option("--solver", default="auto", show_default=True, help="One of the solvers, by name.")
+@click.option("--solver", default="auto", show_default=True, help="Name of the solver.")
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     show_default=True,
-    help="Of whatever the solver draws.",
+    help="Seed of the solver's random numbers.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the choices as JSON.")
-@click.option("--start", type=click.Path(path_type=Path), help="Begin with a solution written so.")
-@click.option("--bound", "only_bound", is_flag=True, help="Print the proven bound and no more.")
+@click.option(
+    "--start",
+    type=click.Path(path_type=Path),
+    help="Start from a solution that -o wrote.",
+)
+@click.option("--bound", "only_bound", is_flag=True, help="Print only the proven bound.")
 @JSON
 def command(
     instance: Path,
@@ -48,7 +56,7 @@ def command(
     only_bound: bool,
     as_json: bool,
 ) -> None:
-    """Solve INSTANCE, a problem in the JSON of the ASPLOS 2025 contest, plain or gzipped.
+    """Solve INSTANCE, a problem in the JSON of the ASPLOS 2025 contest, optionally gzipped.
 
     \b
     autopar solve example.json
@@ -66,25 +74,25 @@ def command(
             options["progress"] = lambda text: stage(text.strip())
         if start is not None:
             options["start"] = _choices(start)
-        found = solve(problem, solver, **options)
-    result = evaluate(problem, found)
-    gap = (result.cost - found.bound) / abs(result.cost) if result.cost else 0.0
+        solution = solve(problem, solver, **options)
+    result = evaluate(problem, solution)
+    gap = (result.cost - solution.bound) / abs(result.cost) if result.cost else 0.0
     values = {
         "cost": result.cost,
-        "bound": found.bound,
+        "bound": solution.bound,
         "gap": gap,
         "peak": result.peak,
         "memory_limit": problem.memory_limit,
         "feasible": result.feasible,
         "seconds": time.perf_counter() - began,
-        "solver": found.solver,
+        "solver": solution.solver,
     }
     if output is not None:
-        FILE.write(output, json.dumps({"solution": list(found.choice)}) + "\n")
+        FILE.write(output, json.dumps({"solution": list(solution.choice)}) + "\n")
     if as_json:
         print_json(values)
     elif only_bound:
-        click.echo(f"{found.bound:.15g}")
+        click.echo(f"{solution.bound:.15g}")
     else:
         _print(values)
 
@@ -104,7 +112,7 @@ def _choices(path: Path) -> list[int]:
     """Returns the choices in a file that `-o` wrote.
 
     Raises:
-        ProblemError: the file cannot be read or is no solution.
+        ProblemError: the file cannot be read or is not a solution.
     """
     try:
         choice = SOLUTION.json(SOLUTION.text(path), str(path))["solution"]

@@ -1,4 +1,4 @@
-"""`autopar why` and `autopar why-not`: a choice of a plan, and what others would cost."""
+"""`autopar why` and `autopar why-not`: a decision of a plan, and the price of alternatives."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from autopar.errors import PinError
 from autopar.explain import Decision, decisions, render_difference, signed
 from autopar.ir.units import format_bytes, format_seconds
 
-MOST = 12  # choices that one `why` solves again
+MOST = 12  # decisions that one `why` solves again
 STAGE = click.option(
     "--stage", "number", type=click.IntRange(min=0),
-    help="Of a pipeline this stage, where NAME is in several.",
+    help="The stage of a pipeline, if NAME occurs in several.",
 )  # fmt: skip
 MEMORY = click.option(
-    "--memory", metavar="SIZE", help='Another limit a device than the plan was made under: "80GiB".'
+    "--memory", metavar="SIZE", help='Memory limit per device, in place of the plan\'s: "80GiB".'
 )
-ALL = click.option("--all", "everything", is_flag=True, help="Every row of long tables.")
+ALL = click.option("--all", "everything", is_flag=True, help="Show every row of long tables.")
 
 
 def common(command: Any) -> Any:
-    """The arguments and options of both commands; the plan comes first."""
+    """Adds the options that both commands share."""
     options = (MODEL, RULES, shapes, STAGE, MEMORY, CALIBRATION, ALL, JSON)
     for option in reversed(options):
         command = option(command)
@@ -42,17 +42,17 @@ def common(command: Any) -> Any:
 @click.argument("name", metavar="NAME")
 @click.option(
     "-n", "--others", default=2, show_default=True, type=click.IntRange(1, 20),
-    help="How many of the next best choices are looked for.",
+    help="Number of alternatives to search for.",
 )  # fmt: skip
 @common
 def command(
     file: Path, name: str, others: int, everything: bool, as_json: bool, **given: Any
 ) -> None:
-    """Say what the plan chose for NAME, the next best choices, and what they would cost.
+    """Show the plan's layout for NAME, the next best layouts, and what they cost.
 
-    NAME is a parameter, an input, a module, a node such as %add_3, all with wildcards as in pins,
-    or a line of the model's source. The plan is made again with the choice excluded. Of a pipeline
-    the plan is that of the stage which has NAME, and its figures are those of a microbatch.
+    NAME is a parameter, an input, a module, a node such as %add_3 (all with wildcards, as in pins),
+    or a line of the model's source. The model is planned again with the plan's layout excluded. For
+    a pipeline, the stage that contains NAME is planned, and all figures are per microbatch.
 
     \b
     autopar why plan.toml "transformer.h.*.mlp.c_fc.weight"
@@ -60,20 +60,20 @@ def command(
     """
     with stages(quiet=as_json) as stage:
         case = open_case(file, name, stage, **given)
-        found = named(case.graph, name)
-        if len(found) > MOST:
+        nodes = named(case.graph, name)
+        if len(nodes) > MOST:
             raise PinError(
-                f"{name!r} names {len(found)} choices, and {MOST} are answered for at once",
-                why=f"it names {', '.join(f'%{node}' for node in found[:MOST])}, ...",
-                todo="name fewer",
+                f"{name!r} names {len(nodes)} decisions, more than the {MOST} that can be compared",
+                why=f"it names {', '.join(f'%{node}' for node in nodes[:MOST])}, ...",
+                todo="give a name that matches fewer",
             )
         chosen = decisions(case.plan, case.graph)
-        answers = {node: tuple(next_best(case, chosen[node], others)) for node in found}
+        answers = {node: tuple(next_best(case, chosen[node], others)) for node in nodes}
     if as_json:
-        print_json([_json(chosen[node], answers[node]) for node in found])
+        print_json([_json(chosen[node], answers[node]) for node in nodes])
         return
     _head(case)
-    for node in found:
+    for node in nodes:
         _print(case, chosen[node], answers[node], everything)
 
 
@@ -85,9 +85,9 @@ def command(
 def why_not(
     file: Path, name: str, layout: str, everything: bool, as_json: bool, **given: Any
 ) -> None:
-    """Say what it would cost to hold NAME in LAYOUT, written as a pin.
+    """Show what it costs to keep NAME in LAYOUT, written as a pin.
 
-    The plan is made again under its own pins and this one. NAME is as for `why`.
+    The model is planned again under the plan's own pins and this one. NAME is as for `why`.
 
     \b
     autopar why-not plan.toml lm_head.weight "[50257@gpu, 768]"
@@ -96,15 +96,15 @@ def why_not(
     """
     with stages(quiet=as_json) as stage:
         case = open_case(file, name, stage, **given)
-        found, key = pinned(case, name, layout)
-        answer = instead(case, found, {key: layout})
+        nodes, key = pinned(case, name, layout)
+        answer = instead(case, nodes, {key: layout})
     chosen = decisions(case.plan, case.graph)
     if as_json:
-        values = {"decisions": [asdict(chosen[node]) for node in found], **asdict(answer)}
+        values = {"decisions": [asdict(chosen[node]) for node in nodes], **asdict(answer)}
         print_json({**values, "fits": not answer.missing})
         return
     _head(case)
-    for node in found:
+    for node in nodes:
         print_out(_title(chosen[node]))
         print_out(f"chosen   {chosen[node].layout}")
     print_out(f"instead  {answer.layouts or layout}")
@@ -118,7 +118,7 @@ def _json(decision: Decision, answers: tuple[Answer, ...]) -> dict[str, Any]:
 def _head(case: Case) -> None:
     print_out(Text(f"{case.plan.graph} on {case.plan.mesh}", style="bold"), "")
     if case.edited:
-        note = "The plan's layouts were edited, or prices are others since: its figures are new."
+        note = "The plan was edited or prices have changed since; the figures are recomputed."
         print_out(Text(note, style="yellow"), "")
 
 
@@ -130,13 +130,13 @@ def _title(decision: Decision) -> Text:
 
 
 def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everything: bool) -> None:
-    """The choices in a table, and the difference of the first runner-up."""
+    """Prints a table of the alternatives, and the difference to the best of them."""
     print_out(_title(decision))
     rows = Table(box=None, pad_edge=False)
     for number, heading in enumerate(("", "layout", "a step", "change", "a device", "change", "")):
         rows.add_column(heading, justify="right" if number > 1 else "left", overflow="fold")
-    said = case.plan.predicted
-    own = (format_seconds(said.step_seconds), format_bytes(said.peak_bytes))
+    predicted = case.plan.predicted
+    own = (format_seconds(predicted.step_seconds), format_bytes(predicted.peak_bytes))
     rows.add_row("chosen", decision.layout, own[0], "", own[1], "", "")
     for number, answer in enumerate(answers, start=1):
         if answer.difference is None:
@@ -155,23 +155,21 @@ def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everythi
 
 
 def _print_difference(answer: Answer, everything: bool) -> None:
-    """Item by item what the other choice changes."""
+    """Prints everything that the alternative changes."""
     if answer.missing:
         print_out(Text(f"It does not fit. {answer.missing}", style="yellow"))
-        print_out(
-            f"The fastest plan with it needs {format_bytes(answer.excess)} more than there are.", ""
-        )
-    found = answer.difference
-    assert found is not None
-    for part in render_difference(found, ("chosen", "instead"), everything=everything):
+        print_out(f"The fastest plan with it exceeds memory by {format_bytes(answer.excess)}.", "")
+    difference = answer.difference
+    assert difference is not None
+    for part in render_difference(difference, ("chosen", "instead"), everything=everything):
         print_out(part, "")
-    if not found.changes:
+    if not difference.changes:
         print_out("No other layout changes.")
     if answer.figure("step_seconds")[1] < 0 and not answer.missing:
         print_out(
             Text(
-                "It is faster than the plan, which was edited, or made under other prices or less "
-                "memory (--memory).",
+                "It is faster than the plan: the plan was edited, or made with other prices or "
+                "less memory (--memory).",
                 style="yellow",
             )
         )

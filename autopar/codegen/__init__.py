@@ -1,1 +1,1 @@
-"""Code generation and the runtime that generated programs call."""
+"""Code generation: prints lowered programs as Python."""

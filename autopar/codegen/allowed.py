@@ -1,7 +1,7 @@
-"""The few kinds of Python that a generated program is made of; anything else is never written.
+"""Checks that a generated program consists only of the few constructs that programs need.
 
-All text from outside is escaped where it is printed (`literals.py`). Here the finished source is
-read as Python reads it, so that what slips through is an error and never a line that runs.
+All text from outside is escaped when it is printed (`lower/literals.py`). As a second barrier, the
+finished source is parsed here, so that anything that slips through raises an error and never runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.errors import ProgramError
 _MODULES = (
     "torch", "torch.nn.functional", "torch.utils.checkpoint", "autopar.runtime.api",
 )  # fmt: skip
-_CALLED = ("range", "float", "getattr")  # of Python's own functions
+_CALLED = ("range", "float", "getattr")  # built-in functions of Python that are used
 _NODES = (
     ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AugAssign,
     ast.For, ast.If, ast.With, ast.withitem, ast.Expr, ast.Import, ast.ImportFrom, ast.alias,
@@ -29,27 +29,27 @@ _NODES = (
 )  # fmt: skip
 _BITWISE = re.compile(r"__i?(and|or|xor|lshift|rshift)__")  # operators of aten, as in x & y
 _OF_TORCH = (BuiltinFunctionType, torch.dtype, torch.memory_format)
-_FLAT = ("F", "kernels", "mesh")  # only what they hold themselves is used
+_FLAT = ("F", "kernels", "mesh")  # only their direct attributes are used
 
 
 def names_in(code: str) -> set[str]:
-    """The names that some code reads; ProgramError if it is no Python."""
+    """Returns the names that some code reads; raises ProgramError if it does not parse."""
     return {node.id for node in ast.walk(_parsed(code)) if isinstance(node, ast.Name)}
 
 
 def check_source(source: str) -> None:
-    """Compare a program with what `emit` writes.
+    """Checks a program against the constructs that `emit` writes.
 
     Raises:
-        ProgramError: it is no Python, or has a statement, a name or a call that no program needs.
+        ProgramError: it does not parse, or has a statement, a name or a call that no program needs.
     """
     tree = _parsed(source)
-    for node, why in _strange(tree):
+    for node, why in _violations(tree):
         raise ProgramError(
-            "a program is not written",
+            "the generated program is not valid",
             where=f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)[:200]}",
             why=why,
-            todo="compare the names in model and plan with Python's; this should not happen",
+            todo="report this; it may come from an unusual name in the model or the plan",
         )
 
 
@@ -57,29 +57,31 @@ def _parsed(source: str) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ProgramError("a program is not written", why=f"it is no Python: {error}") from error
+        raise ProgramError(
+            "the generated program is not valid", why=f"it does not parse: {error}"
+        ) from error
 
 
-def _strange(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """What does not belong into a program, with the reason."""
+def _violations(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yields nodes that do not belong in a program, each with the reason."""
     bound = set(_bound(tree))
     for name in bound & set(dir(builtins)):
-        yield tree, f"{name!r} is a name of Python's own"
+        yield tree, f"{name!r} is a built-in name"
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant):
-            yield statement, "nothing runs outside of functions"
+            yield statement, "statements outside of functions are not allowed"
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
-            yield node, f"no program has {type(node).__name__}"
+            yield node, f"{type(node).__name__} is not allowed"
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
             if not set(names) <= set(_MODULES):
-                yield node, "no program imports this"
+                yield node, "this import is not allowed"
         elif isinstance(node, ast.FunctionDef) and (node.decorator_list or node not in tree.body):
-            yield node, "functions are plain ones"
+            yield node, "decorated and nested functions are not allowed"
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             if node.id not in bound and node.id not in _CALLED:
-                yield node, f"nothing is called {node.id!r}"
+                yield node, f"the name {node.id!r} is not defined"
         elif isinstance(node, ast.Attribute):
             why = _attribute(node)
             if why:
@@ -87,11 +89,11 @@ def _strange(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
             plain = len(node.args) == 2 and ast.unparse(node.args[0]).startswith("aten.")
             if not (plain and isinstance(node.args[1], ast.Constant)):
-                yield node, "getattr names an overload of an operator"
+                yield node, "getattr may only name an overload of an operator"
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Every name that the program gives to something."""
+    """Yields every name that the program binds."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -104,7 +106,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _attribute(node: ast.Attribute) -> str:
-    """Why this attribute is none that a program reads, "" if it is."""
+    """Returns why an attribute may not be read, "" if it may."""
     path: list[str] = [node.attr]
     value = node.value
     while isinstance(value, ast.Attribute):
@@ -114,9 +116,9 @@ def _attribute(node: ast.Attribute) -> str:
     last = path[-1]
     if root == "torch" and path[0] != "ops":
         known = isinstance(getattr(torch, last, None), _OF_TORCH)
-        return "" if len(path) == 1 and known else "it is no operator of torch"
+        return "" if len(path) == 1 and known else "it is not an operator of torch"
     if root in _FLAT and len(path) > 1:
-        return f"it is no function of {root}"
+        return f"it is not a function of {root}"
     if root in ("aten", "torch"):
         private = last.startswith("__") and not _BITWISE.fullmatch(last)
     else:

@@ -1,4 +1,4 @@
-"""The body of a generated function: lowered lines as Python, beside layouts and prices."""
+"""Prints the lines of a lowered function as Python, with layouts and prices in comments."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Loop:
-    """The blocks of a run, which are called in a loop.
+    """A run of blocks that is called in a loop.
 
     Attributes:
-        function: the name of their function.
+        function: the name of its function.
         keys: names of a block's parameters.
-        count: how many blocks there are.
-        recompute: how many of the first ones run again in the backward, and how.
-        stowed: those whose activations lie in host memory: the first, and the one behind the last.
+        count: number of blocks.
+        recompute: how many of the first blocks are recomputed in the backward, and how.
+        stowed: the range of blocks whose activations are offloaded: the first, and the end
+            (exclusive).
         changing: expressions of the names of buffers that a block uses and that a step writes.
     """
 
@@ -55,9 +56,9 @@ class Body:
 
     Args:
         printer: graph, plan and prices.
-        leaf: the expression that reads a leaf, by node name.
+        leaf: returns the expression that reads a leaf, by node name.
         loops: the blocks that the function calls, by run.
-        priced: whether a table above the lines says what each parameter sends.
+        priced: whether a table at the head of the function prices its parameters.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Body:
         self.lines: list[str] = []
 
     def print(self, lines: Iterable[Line]) -> None:
-        """Print lines behind those that were printed before."""
+        """Appends the Python for some lines."""
         for line in lines:
             if isinstance(line, Cite):
                 source = line.source
@@ -91,18 +92,18 @@ class Body:
                 self._call(line)
 
     def read(self, variable: str) -> str:
-        """A variable, or the expression that reads a leaf."""
+        """Returns a variable, or the expression that reads a leaf."""
         return self.leaf(variable[len(LEAF) :]) if variable.startswith(LEAF) else variable
 
     def _statement(self, code: str, note: str = "") -> None:
-        """One statement with its comment: beside it if it fits, else above."""
+        """Appends a statement with its comment: on the same line if it fits, else above."""
         if note and len(code) + len(note) + 8 <= WIDTH:
             self.lines.append(f"{code:<56}  {comment(note)}")
             return
         self.lines += [*noted(note), *wrapped(code)]
 
     def _use(self, line: Use) -> None:
-        """A parameter as operators use it."""
+        """Prints the use of a parameter."""
         call = self.printer.use(line.leaf, line.storage).format(self.read(line.source))
         note = self.printer.use_note(line.leaf, line.storage)
         if not self.priced:
@@ -133,7 +134,7 @@ class Body:
         node = line.node
         operands = [*map(self.read, line.operands)]
         if node.op == "getitem" and "," in line.operands[0]:
-            return  # the result is unpacked where it is made
+            return  # the line of the operator has unpacked it
         if node.op == WRITE:
             key = operands[0].removeprefix("p[").removesuffix("]")
             self._statement(f"mesh.write({key}, {operands[1]})")
@@ -144,7 +145,7 @@ class Body:
         self._statement(f"{target} = {code}" if target else code, note)
 
     def _local(self, line: Compute, operands: list[str]) -> str:
-        """The operator on local parts; borders that it needs of its neighbours come before."""
+        """Returns the operator on local parts, and prints the fetching of borders before it."""
         types = tuple(self.printer.graph[name].type for name in line.node.inputs)
         calls = localise(line.node, types, line.into, line.out, self.printer.extent)
         for call, variable in zip(calls[:-1], line.borders, strict=True):
@@ -153,7 +154,7 @@ class Body:
         return expression(calls[-1], operands)
 
     def _joined(self, line: Joined) -> None:
-        """Operators and a collective in one call of the mesh."""
+        """Prints operators and a collective as one call of the mesh."""
         move, operators = line.move, line.operators
         note = self.printer.step_note(move.step, move.tensor)
         axis = f"axis={names_text(move.step.axes)}"
@@ -178,10 +179,9 @@ class Body:
             self._statement(f"{targets} = {call}", "; ".join(map(_layouts, operators)))
 
     def _call(self, line: Call) -> None:
-        """The loop over the blocks of a run.
+        """Prints the loops over the blocks of a run.
 
-        The first ones may be run again in the backward, those behind them kept in host memory for
-        it.
+        The first blocks may be recomputed in the backward, the next ones offloaded to host memory.
         """
         loop = self.loops[line.run]
         index = "names" if loop.keys.table else "i"
@@ -207,11 +207,11 @@ class Body:
 
 
 def noted(note: str, lead: str = "") -> list[str]:
-    """A comment, in as many lines as it needs; its parts are two spaces apart.
+    """Wraps a comment whose parts are separated by two spaces.
 
     Args:
         note: the parts.
-        lead: stands before the first part, and as much room before later lines.
+        lead: text before the first part; later lines are indented as far.
     """
     lines: list[str] = []
     for part in filter(None, note.split("  ")):
@@ -241,7 +241,7 @@ def wrapped(code: str) -> list[str]:
 
 
 def _layouts(line: Compute) -> str:
-    """The dtype and layout of each result."""
+    """Returns the dtype and layout of each result."""
     return "; ".join(
         f"{tensor.dtype}{layout.format(tensor.shape)}"
         for tensor, layout in zip(line.node.types, line.out, strict=True)
@@ -249,7 +249,7 @@ def _layouts(line: Compute) -> str:
 
 
 def _random(printer: Printer, line: Compute, operands: Sequence[str]) -> str | None:
-    """Dropout and attention that drops, whose masks must not depend on the mesh."""
+    """Returns dropout or attention with dropout, with masks that do not depend on the mesh."""
     node = line.node
     if node.op == "aten.dropout" and node.args[2] is True:
         text = line.out[0].format(node.type.shape)
@@ -271,7 +271,7 @@ def _random(printer: Printer, line: Compute, operands: Sequence[str]) -> str | N
 
 
 def _head(loop: Loop, begin: int, end: int) -> str:
-    """The loop over the blocks from `begin` to before `end`."""
+    """Returns the head of the loop over the blocks from `begin` up to but not including `end`."""
     if loop.keys.table:
         part = f"[{begin or ''}:{end}]" if end - begin < loop.count else ""
         return f"for names in {loop.function.upper()}_NAMES{part}:"
@@ -280,6 +280,6 @@ def _head(loop: Loop, begin: int, end: int) -> str:
 
 
 def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
-    """The call of a block that is run again in the backward."""
+    """Returns the call of a block that is recomputed in the backward."""
     keep = ", context_fn=keep_products" if how.kind == "selective" else ""
     return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"

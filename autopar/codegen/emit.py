@@ -1,8 +1,9 @@
-"""Graph + StagePlan -> the source of a program in ordinary PyTorch.
+"""Emits the source of a program in ordinary PyTorch for a graph and a plan.
 
-One function for each repeated block, called in a loop, and `forward`, which calls them. Every value
-carries its layout as a comment, every collective its size and predicted time in each direction, and
-above the lines stands the user's own. The steps printed are those that the planner priced.
+There is one function for each run of repeated blocks, which a loop calls, and `forward`, which
+calls them. Every value has its layout as a comment, every collective its size and predicted time in
+each direction, and above the lines stands the user's own line. The steps are those that the planner
+priced.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ def emit(
     price: Callable[[Collective], float],
     program: Lowered | None = None,
 ) -> str:
-    """The program's source.
+    """Returns the program's source.
 
     Args:
-        graph: prepared, with its repeats.
+        graph: the prepared graph with its repeats.
         plan: a layout for every node of the folded graph.
-        price: seconds of one collective, for the comments and the choice of steps.
-        program: the lowered program of this plan, by default made here.
+        price: predicts the seconds of one collective, for comments and the choice of steps.
+        program: the lowered program of this plan; None to lower it here.
 
     Returns:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
-        WRITTEN (keys of the buffers that it writes, where there are any), `parameters()` and
+        WRITTEN (keys of the buffers that it writes, if there are any), `parameters()` and
         `forward(mesh, p, batch)`, where `p` holds the local parameters and buffers by
         `Parameter.key` and `batch` the whole inputs by name. `forward` returns the graph's outputs
-        by name in the layouts of OUTPUTS. A stage of a pipeline also defines
-        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there. A
-        stage, or a program of microbatches, that draws random numbers also defines `draw(mesh)`.
+        by name in the layouts of OUTPUTS. A stage of a pipeline also defines RECEIVED, the values
+        that other stages send it; `batch` holds these in the layouts stated there. A stage, or a
+        program of microbatches, that draws random numbers also defines `draw(mesh)`.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -102,30 +103,30 @@ def emit(
         + (_FUSED_UPDATE if plan.fuses_update else "")
         + (_ASIDE if graph.aside else "")
         + _written(graph)
-        + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
-        + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
+        + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, in one call\n"
+        + f"RANDOM = {random}  # whether the program draws random numbers\n\n\n{code}\n"
     )
     check_source(source)
     return source
 
 
-_ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
-_FUSED_UPDATE = "FUSED_UPDATE = True  # AdamW's step is a kernel\n"
-_HOST_STATE = "HOST_STATE = True  # optimizer state lies in host memory between updates\n"
+_ASIDE = "ASIDE = True  # forward(..., outputs=False) skips outputs that training does not need\n"
+_FUSED_UPDATE = "FUSED_UPDATE = True  # a kernel runs the step of AdamW\n"
+_HOST_STATE = "HOST_STATE = True  # optimizer state is in host memory between updates\n"
 
 
 def _collectives(plan: StagePlan) -> str:
-    """The rows that say what runs collectives, where it is not the library."""
+    """Returns the rows of chosen algorithms, if any collective does not use the library's."""
     rows = "".join(f"    {quoted(row)},\n" for row in plan.collectives.texts)
     return (
-        f"COLLECTIVES = (  # what runs collectives that name no algorithm\n{rows})\n"
+        f"COLLECTIVES = (  # algorithms of collectives that do not name one\n{rows})\n"
         if rows
         else ""
     )
 
 
 def _written(graph: Graph) -> str:
-    """The line that names the buffers that `forward` writes, if it writes any."""
+    """Returns the definition of WRITTEN, the buffers that `forward` writes, if it writes any."""
     keys: dict[str, None] = {}
     for node in graph.nodes:
         for name in writes(node):
@@ -135,16 +136,16 @@ def _written(graph: Graph) -> str:
     if not keys:
         return ""
     lines = "".join(f"    {quoted(key)},\n" for key in keys)
-    return f"WRITTEN = (  # by forward\n{lines})\n"
+    return f"WRITTEN = (  # buffers that forward writes\n{lines})\n"
 
 
 def _is_stage(graph: Graph) -> bool:
-    """Whether it receives or sends values."""
+    """Returns whether a graph receives or sends values."""
     sends = any(name.startswith("%") for name, _ in graph.outputs)
     return sends or bool(graph.leaves("received"))
 
 
-# What programs import of autopar, see `autopar/runtime/api.py`.
+# Names that programs import from autopar; see `autopar/runtime/api.py`.
 _RUNTIME = (
     "Piece",
     "find_all",
@@ -158,7 +159,7 @@ _RUNTIME = (
 
 
 def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
-    """Imports of libraries and of the project that bind the names a program uses."""
+    """Returns the imports of libraries and of autopar that bind the names a program uses."""
     library = {
         "import torch": ("torch", "aten"),
         "import torch.nn.functional as F": ("F",),
@@ -171,14 +172,14 @@ def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
 
 
 def _read(node: Node) -> str:
-    """The expression for a leaf outside of blocks."""
+    """Returns the expression for a leaf outside of blocks."""
     if node.op in ("input", "received"):
         return f"batch[{quoted(node.target)}]"
     return f"p[{quoted(leaf_key(node))}]"
 
 
 def _block(printer: Printer, function: Function, loop: Loop, repeat: Repeat) -> str:
-    """The function of one run of blocks."""
+    """Returns the function of one run of blocks."""
     inside = set(repeat.iterations[0])
     body = Body(
         printer,
@@ -197,13 +198,13 @@ def _block(printer: Printer, function: Function, loop: Loop, repeat: Repeat) -> 
 
 
 def _bound(printer: Printer, bound: Bound) -> str:
-    """The dtype and layout of an argument."""
+    """Returns the dtype and layout of an argument."""
     tensor = printer.graph[bound.value].type
     return f"{tensor.dtype}{bound.layout.format(tensor.shape)}"
 
 
 def _loops(printer: Printer, functions: Sequence[Function]) -> list[Loop]:
-    """How `forward` calls each run of blocks."""
+    """Returns the loop by which `forward` calls each run of blocks."""
     graph, plan = printer.graph, printer.plan
     runs = zip(
         functions,
@@ -221,7 +222,7 @@ def _loops(printer: Printer, functions: Sequence[Function]) -> list[Loop]:
 
 
 def _changing(graph: Graph, repeat: Repeat, keys: Keys) -> tuple[str, ...]:
-    """The names of buffers that a block uses and that a step writes, as expressions."""
+    """Returns expressions of the names of buffers that a block uses and that a step writes."""
     inside = set(repeat.iterations[0])
     nodes = (graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs)
@@ -235,12 +236,12 @@ def _changing(graph: Graph, repeat: Repeat, keys: Keys) -> tuple[str, ...]:
 
 
 def _forward(printer: Printer, lowered: Lowered, loops: Sequence[Loop]) -> str:
-    """The function that computes the outputs from the batch."""
+    """Returns the function that computes the outputs from the batch."""
     graph = printer.graph
     body = Body(printer, lambda name: _read(graph[name]), loops)
 
     def returned(*functions: Function) -> str:
-        """The statement that returns the outputs of these functions by name."""
+        """Returns the statement that returns the outputs of these functions by name."""
         results = {b.value: body.read(b.variable) for f in functions for b in f.results}
         texts = (f"{quoted(n)}: {results[node]}" for n, node in graph.outputs if node in results)
         return f"return {{{', '.join(texts)}}}"
@@ -251,15 +252,19 @@ def _forward(printer: Printer, lowered: Lowered, loops: Sequence[Loop]) -> str:
         body.lines += ["if not outputs:", f"    {last}"]
         body.print(lowered.aside.lines)
         last, more = returned(lowered.forward, lowered.aside), ", outputs=True"
-    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *body.lines, last]
+    lines = [
+        '"""Returns the loss and outputs of a batch, in the layouts of OUTPUTS."""',
+        *body.lines,
+        last,
+    ]
     return "\n".join([f"def forward(mesh, p, batch{more}):", *_indented(lines)])
 
 
 def _parameters(printer: Printer, loops: Sequence[Loop]) -> str:
-    """The table of stored parameters and buffers."""
+    """Returns the function with the table of stored parameters and buffers."""
     graph = printer.graph
     inside = {name for repeat in graph.repeats for it in repeat.iterations for name in it}
-    lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
+    lines = ['"""Layouts in which this mesh stores parameters and buffers."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
             lines += _stored(printer, node, quoted(node.target), "    ")
@@ -287,7 +292,7 @@ def _parameters(printer: Printer, loops: Sequence[Loop]) -> str:
 
 
 def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
-    """The lines of one entry of the table."""
+    """Returns the lines of one entry of the table."""
     layout, shape = printer.result(node.name), node.type.shape
     text = f"{node.type.dtype}{layout.format(shape)}"
     states: dict[str, Layout] = {}
@@ -297,7 +302,7 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
         states = dict(zip(("grads", "updated", "kept"), storage.layouts[1:], strict=False))
     given = [name, quoted(text)]
     given += [f"{state}={quoted(where.format(shape))}" for state, where in states.items()]
-    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
+    dim, start, length = (node.keyword(key) for key in ("dim", "start", "length"))
     if length is not None:
         given.append(f"piece=Piece({dim}, {start}, {length})")
     if not node.requires_grad:
@@ -305,7 +310,7 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
     line = f"{indent}stored({', '.join(given)}),"
     if len(line) + 4 <= WIDTH:
         return [line]
-    return [f"{indent}stored(", *(f"{indent}    {word}," for word in given), f"{indent}),"]
+    return [f"{indent}stored(", *(f"{indent}    {arg}," for arg in given), f"{indent}),"]
 
 
 def _typed(kind: TensorType, layout: Layout) -> str:

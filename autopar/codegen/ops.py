@@ -1,9 +1,9 @@
-"""How one operator is written in generated code: as a person would, where there is such a way.
+"""Writes one operator as a programmer would, if there is such a spelling.
 
 `expression(node, operands)` is ordinary PyTorch: `a + b`, `x.transpose(1, 2)`, `F.linear(x, w)`.
-Operators without a line here are written as the torch function of the same name where that is a
-plain binding of the operator, else as `aten.name.overload(...)`. A tensor's size is global in the
-graph: shape arguments have been made local before (see operators/localise.py).
+Operators without an entry here are written as the torch function of the same name if that is a
+plain binding of the operator, else as `aten.name.overload(...)`. Sizes in the graph are global:
+shape arguments have been made local before (see operators/localise.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _INFIX = {
     "ge.Tensor": ">=", "eq.Scalar": "==", "ne.Scalar": "!=", "lt.Scalar": "<", "le.Scalar": "<=",
     "gt.Scalar": ">", "ge.Scalar": ">=",
 }  # fmt: skip
-# Methods of the first operand; a shape or an order of dimensions is written without brackets.
+# Methods of the first operand; shapes and orders of dimensions are written without brackets.
 _METHODS = {
     "reshape": "reshape", "view": "reshape", "expand": "expand", "permute": "permute",
     "transpose.int": "transpose", "unsqueeze": "unsqueeze", "squeeze.dim": "squeeze",
     "to.dtype": "to", "square": "square", "masked_fill.Scalar": "masked_fill",
 }  # fmt: skip
-# Operators whose binding refuses what the operator takes, dimensions without an index.
+# Operators whose Python binding refuses valid arguments (dimensions without an index).
 _UNBOUND = ("aten.index_put",)
 _REDUCTIONS = ('"none"', '"mean"', '"sum"')
 _END = 2**63 - 1
@@ -46,16 +46,16 @@ Keywords = dict[str, str]
 
 
 def expression(node: Node, operands: Sequence[str]) -> str:
-    """Python text that computes `node`.
+    """Returns Python text that computes `node`.
 
     Args:
         node: an operator, localised.
-        operands: variable names of the values it reads, in the order of `node.inputs`. The names
+        operands: variables of the values that it reads, in the order of `node.inputs`. The names
             `torch`, `F`, `aten`, `kernels`, `functions` (the user's own) and `mesh` (which knows
-            the device) must be bound beside them.
+            the device) must be bound, too.
     """
     if draws_random_numbers(node) and not node.op.split(".")[1].endswith("_"):
-        # Numbers go along memory, which a collective may have left in another order.
+        # Random numbers follow the order of memory, which a collective may have changed.
         operands = [f"{name}.contiguous()" for name in operands]
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]
@@ -105,7 +105,7 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
 
 
 def _unpacked(text: str) -> list[str]:
-    """The items of a printed tuple that has any, or the text itself."""
+    """Returns the items of a printed tuple, or the text itself if it is not one."""
     if text.startswith("(") and text != "()":
         return [item for item in text[1:-1].rstrip(",").split(", ") if item]
     return [text]
@@ -116,7 +116,7 @@ def _call(args: Sequence[str], keywords: Keywords) -> str:
 
 
 def _function(op: str) -> str:
-    """`torch.name` where torch binds the operator under its own name, else `aten.name.overload`."""
+    """Returns `torch.name` if that is a plain binding, else `aten.name.overload`."""
     if not op.startswith("aten."):
         return f"torch.ops.{op}"
     name, *overload = op.split(".")[1:]
@@ -128,10 +128,10 @@ def _function(op: str) -> str:
 
 
 def _overload(op: str) -> Any:
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for part in op.split("."):
-        found = getattr(found, part)
-    return found if hasattr(found, "_schema") else found.default
+        operator = getattr(operator, part)
+    return operator if hasattr(operator, "_schema") else operator.default
 
 
 def _takes_device(op: str) -> bool:
@@ -139,7 +139,7 @@ def _takes_device(op: str) -> bool:
 
 
 def draws_random_numbers(node: Node) -> bool:
-    """Whether an operator's result depends on a generator's state."""
+    """Returns whether an operator's result depends on a generator's state."""
     if node.is_leaf or not node.op.startswith("aten."):
         return False
     if node.op == "aten.scaled_dot_product_attention":
@@ -152,7 +152,7 @@ def _linear(node: Node, args: list[str], keywords: Keywords) -> str:
 
 
 def _trim(args: list[str], *idle: str) -> list[str]:
-    """`args` without the idle defaults at the end."""
+    """Returns `args` without default values at the end."""
     while args and args[-1] in idle:
         args = args[:-1]
     return args
@@ -172,7 +172,7 @@ def _activation(node: Node, args: list[str], keywords: Keywords) -> str:
 
 
 def _embedding(node: Node, args: list[str], keywords: Keywords) -> str:
-    """aten.embedding(weight, indices, padding_idx=-1, scale_grad_by_freq, sparse)."""
+    """Writes aten.embedding(weight, indices, padding_idx=-1, scale_grad_by_freq, sparse)."""
     padding = args[2:3] if len(args) > 2 and args[2] != "-1" else []
     more = {"padding_idx": padding[0]} if padding else {}
     for at, key in ((3, "scale_grad_by_freq"), (4, "sparse")):
@@ -191,7 +191,7 @@ def _attention(node: Node, args: list[str], keywords: Keywords) -> str:
 
 
 def _cross_entropy(node: Node, args: list[str], keywords: Keywords) -> str:
-    """aten.cross_entropy_loss(input, target, weight, reduction=1, ignore_index, smoothing)."""
+    """Writes aten.cross_entropy_loss(input, target, weight, reduction=1, ignore_index, ...)."""
     more = dict(
         zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
     )
@@ -208,7 +208,7 @@ def _cross_entropy(node: Node, args: list[str], keywords: Keywords) -> str:
 
 
 def _slice(node: Node, args: list[str], keywords: Keywords) -> str:
-    """aten.slice.Tensor(x, dim=0, start, end, step=1) as an index."""
+    """Writes aten.slice.Tensor(x, dim=0, start, end, step=1) as an index."""
     dim = int(args[1]) if len(args) > 1 else 0
     start = "" if len(args) < 3 or args[2] in ("None", "0") else args[2]
     end = "" if len(args) < 4 or args[3] in ("None", str(_END)) else args[3]

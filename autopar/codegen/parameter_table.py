@@ -1,4 +1,4 @@
-"""What a block's parameters send in a step: one table of prices above the lines that use them."""
+"""The comment at the head of a block that prices the collectives of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.lower.literals import comment
 
 
 def parameter_table(printer: Printer, function: Function) -> list[str]:
-    """The comment at the head of a block; [] if nothing is sent of its parameters.
+    """Returns the comment at the head of a block; [] if its parameters need no collectives.
 
     Args:
         printer: graph, plan and prices.
@@ -26,7 +26,7 @@ def parameter_table(printer: Printer, function: Function) -> list[str]:
     notes = {target: note for target, note in notes.items() if note}
     if not notes:
         return []
-    title = "What the parameters of this block send in a step, and in how long."
+    title = "Collectives of this block's parameters in a step, with their predicted time."
     title += _gathers(printer, uses)
     width = max(map(len, notes))
     table = [row for target, note in notes.items() for row in noted(note, f"  {target:<{width}}  ")]
@@ -34,7 +34,7 @@ def parameter_table(printer: Printer, function: Function) -> list[str]:
 
 
 def _gathers(printer: Printer, uses: Sequence[Use]) -> str:
-    """How the parameters of a block that are gathered come."""
+    """Returns the sentence on the calls that gather the parameters of a block."""
     hops: dict[str, list[Hop]] = {}
     for line in uses:
         found = printer.hops(line.leaf, line.storage)
@@ -53,5 +53,5 @@ def _gathers(printer: Printer, uses: Sequence[Use]) -> str:
     every = [hop for forward in hops.values() for hop in forward]
     size = format_bytes(sum(hop.call.nbytes for hop in every))
     seconds = format_seconds(math.fsum(hop.seconds(printer.price, plan.bucket) for hop in every))
-    made = "one call gathers" if calls == 1 else f"{calls} calls gather"
-    return f" Before the block {made} all that it uses whole, {size} in {seconds}."
+    verb = "one call gathers" if calls == 1 else f"{calls} calls gather"
+    return f" Before the block, {verb} its sharded parameters, {size} in {seconds}."

@@ -1,4 +1,4 @@
-"""What all functions of a generated program share: graph, plan and prices, told as comments."""
+"""The graph, plan and prices that all functions of a generated program print."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from autopar.operators.exchange import exchanged
 
 @dataclass(frozen=True)
 class Printer(Placed):
-    """What all functions of a program share: the graph in the layouts of the plan, and prices."""
+    """A graph with the layouts of a plan, and prices as comments."""
 
     def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
-        """Elements of a dimension that a device holds: a number, or code where that differs."""
+        """Returns a dimension's local size: a number, or code if it differs between devices."""
         layout = Layout((axes,))
         if layout.is_even((size,), self.plan.mesh):
             return layout.local_shape((size,), self.plan.mesh)[0]
         return Name(f"mesh.part({size}, {names_text(axes)})")
 
     def gathered(self, step: Step, tensor: TensorType) -> str:
-        """The `size` argument of a step that gathers parts of different lengths."""
+        """Returns the `size` argument of a step that gathers unequal parts, else ""."""
         if step.op not in GATHERS or step.dim is None:
             return ""
         size, axes = tensor.shape[step.dim], step.src.dims[step.dim]
@@ -36,7 +36,7 @@ class Printer(Placed):
         return f", size={self.extent(size, step.dst.dims[step.dim])}"
 
     def step_note(self, step: Step, tensor: TensorType) -> str:
-        """Layout after a step, and what it moves and takes in each direction."""
+        """Returns the layout after a step, and its bytes and seconds in each direction."""
         note = f"{tensor.dtype}{step.dst.format(tensor.shape)}"
         if step.forward is not None:
             note += f"  {self._call_note(step.forward)}"
@@ -45,14 +45,11 @@ class Printer(Placed):
         return note
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
-        """The collectives of a parameter in a step."""
-        plan = self.plan
-        return storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        """Returns the collectives of a parameter in a step."""
+        return self.plan.hops(leaf, storage)
 
     def use(self, leaf: Node, storage: Storage) -> str:
-        """The call that gives operators a parameter, "{}" for what is held."""
+        """Returns the call that brings a stored parameter, "{}", into its used layout."""
         dims = enumerate(zip(storage.held.dims, storage.used.dims, strict=True))
         split = [(dim, more[len(less) :]) for dim, (more, less) in dims if more != less]
         if not split:
@@ -64,26 +61,26 @@ class Printer(Placed):
         return f"all_gather({{}}, dim={dim}, axis={names_text(axes)}{whole})"
 
     def use_note(self, leaf: Node, storage: Storage) -> str:
-        """The layout in which operators have a parameter."""
+        """Returns the layout in which operators use a parameter."""
         return f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
 
     def sent_note(self, leaf: Node, storage: Storage) -> str:
-        """What a parameter and its gradient send in a step."""
+        """Returns the collectives of a parameter and its gradient in a step, with their prices."""
         note = ""
         for hop in self.hops(leaf, storage):
             seconds = hop.seconds(self.price, self.plan.bucket)
             size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
-            said = f"{hop.call.title} {size}"
+            call = f"{hop.call.title} {size}"
             if hop.when == "forward":
-                note += f"  {'int8 ' if hop.call.quantised else ''}{size}"
+                note += f"  {hop.call.compression + ' ' if hop.call.compression else ''}{size}"
             elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
-                note += f"  backward {said}"
+                note += f"  backward {call}"
             else:
-                note += f"  once {said}"
+                note += f"  once {call}"
         return note
 
     def exchange_note(self, line: Compute) -> str:
-        """What an operator itself sends in each direction, "" for nearly all."""
+        """Returns the collectives inside an operator in each direction, "" for most operators."""
         types = tuple(self.graph[name].type for name in line.node.inputs)
         forward, backward = exchanged(line.node, types, line.into, self.plan.mesh)
         notes = [f"{call.kind} {self._call_note(call)}" for call in forward]

@@ -1,7 +1,8 @@
-"""The random numbers that a stage draws, as a function that draws and forgets them.
+"""Writes the function that draws a stage's random numbers and discards them.
 
-On the CPU a pipeline gives the random numbers of the unsharded run, which does one microbatch after
-the other through all stages. So a rank draws in the place of the other stages; see pipeline.py.
+On the CPU, a pipeline reproduces the random numbers of the unsharded run, which sends one
+microbatch after the other through all stages. So a rank also draws the numbers of the other stages;
+see runtime/pipeline/pipeline.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from autopar.operators.interpret import TORCH_DTYPES
 
 
 def draw_function(graph: Graph) -> str:
-    """Source of `draw(mesh)`, which leaves the generators as `forward` does; "" if none is used."""
+    """Returns the source of `draw(mesh)`, which advances generators as `forward` does, or ""."""
     runs = {name: repeat for repeat in graph.repeats for b in repeat.iterations for name in b}
     lines: list[str] = []
     called: set[int] = set()
@@ -29,12 +30,12 @@ def draw_function(graph: Graph) -> str:
                 lines += [f"    {line}" for line in body]
     if not lines:
         return ""
-    head = ["def draw(mesh):", '    """Draw what forward draws, and forget it."""']
+    head = ["def draw(mesh):", '    """Advances the generators as forward does."""']
     return "\n".join([*head, *(f"    {line}" for line in lines)])
 
 
 def _drawn(graph: Graph, node: Node) -> list[str]:
-    """The line for one operator, none if it draws nothing."""
+    """Returns the line for one operator; none if it draws nothing."""
     if not draws_random_numbers(node):
         return []
     if node.op == "aten.dropout":

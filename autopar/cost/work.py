@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.collective import Collective
-from autopar.ir.tensor import DTYPE_BYTES
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
+from autopar.ir.update import Products
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,35 @@ class NodeWork:
 
 
 def quantising(call: Collective) -> tuple[Work, ...]:
-    """Returns the kernels before and after a collective of int8 blocks, both bound by memory."""
+    """Returns the kernels before and after a compressed collective, both bound by memory."""
     kernel = Work("quantize", 0.0, call.quantised / 2, "f32")
     return (kernel, kernel) if call.quantised else ()
 
 
-def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
+def optimizer_work(nbytes: float, states: float, dtype: str) -> Work:
     """Returns the work of updating `nbytes` bytes of parameters in one pass.
 
-    Reads the gradient, and reads and writes the parameter and its state, which is `state_bytes`
-    times as large (2 for AdamW). Takes about four operations per value.
+    Reads the gradient, and reads and writes the parameter and `states` bytes of its states. Takes
+    about four operations for each of their values.
     """
-    values = nbytes / DTYPE_BYTES[dtype]
-    moved = nbytes * (3 + 2 * state_bytes)
-    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)
+    values = (nbytes + states) / DTYPE_BYTES[dtype]
+    return Work("optimizer", 4 * values, 3 * nbytes + 2 * states, dtype)
+
+
+def products_works(products: Products | None, own: TensorType) -> tuple[Work, ...]:
+    """Returns the products of matrices in the update of one parameter of type `own`.
+
+    Each reads both operands and writes its result once.
+    """
+    if products is None:
+        return ()
+    dtype = products.dtype or own.dtype
+    works = []
+    for m, n, k in products.sizes(own.shape):
+        gemm = Gemm(1, m, n, k)
+        moved = float((m * k + k * n + m * n) * DTYPE_BYTES[dtype])
+        works.append(Work("update_matmul", gemm.flops, moved, dtype, gemm))
+    return tuple(works)
 
 
 def adamw_work(nbytes: float, rounded: float, dtype: str) -> Work:

@@ -1,6 +1,6 @@
-"""Where a plan's time and memory go, and how two plans differ, as data and as text.
+"""Explains where a plan's time and memory go and how two plans differ, as data and as text.
 
-The list adds up to the plan's prediction, because both are made of the same steps and prices.
+All figures add up to the plan's prediction, because both come from the same lines and prices.
 """
 
 from autopar.explain.comparison import render_changes, render_difference, render_figures, signed

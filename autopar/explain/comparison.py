@@ -1,4 +1,4 @@
-"""A difference of two plans as rich tables."""
+"""Renders the difference of two plans as rich tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 16  # rows of a long table
 _NAMES = {
     "step_seconds": "time a step",
     "compute_seconds": "  compute",
-    "exchange_seconds": "  exchange in operators",
+    "exchange_seconds": "  communication in operators",
     "parameter_seconds": "  parameters and gradients",
     "reshard_seconds": "  resharding of activations",
     "peak_bytes": "memory a device",
@@ -28,12 +28,12 @@ _NAMES = {
 def render_difference(
     found: Difference, titles: tuple[str, str], *, everything: bool = False
 ) -> Iterator[RenderableType]:
-    """Everything that differs: head, figures, layouts, collectives.
+    """Yields tables of all that differs: head, figures, layouts, collectives.
 
     Args:
         found: the difference.
-        titles: what the two plans are called.
-        everything: show all rows of long tables.
+        titles: headings of the two plans' columns.
+        everything: whether to show all rows of long tables.
     """
     shown = None if everything else SHOWN
     if found.head:
@@ -45,14 +45,14 @@ def render_difference(
     yield from render_changes(found.changes, titles, shown)
     totals = [total for total in found.totals or () if total.before != total.after]
     if totals:
-        yield _traffic("Collectives of a step: calls × bytes of a device", totals, titles, None)
+        yield _traffic("Collectives of a step: calls × bytes per device", totals, titles, None)
     if found.traffic:
-        yield _traffic("Whose they are", found.traffic, titles, shown)
+        yield _traffic("Collectives by parameter and module", found.traffic, titles, shown)
         yield from _left_out(len(found.traffic), shown)
 
 
 def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:
-    """Predicted seconds and bytes side by side, with what the second plan has more."""
+    """Renders predicted seconds and bytes side by side, with the change from first to second."""
     table = _table("Predicted", "", *titles, "change", "")
     order = {name: place for place, name in enumerate(_NAMES)}
     for figure in sorted(figures, key=lambda figure: order.get(figure.name, len(order))):
@@ -66,7 +66,7 @@ def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:
 
 
 def _format_of(name: str) -> Callable[[float], str]:
-    """Returns what writes a figure of this name."""
+    """Returns the function that formats a figure of this name."""
     if name == "bubble":
         return lambda fraction: f"{fraction:.1%}"
     return format_bytes if name.endswith("bytes") else format_seconds
@@ -75,7 +75,13 @@ def _format_of(name: str) -> Callable[[float], str]:
 def render_changes(
     changes: Sequence[Change], titles: tuple[str, str], shown: int | None = None
 ) -> Iterator[RenderableType]:
-    """Layouts that differ, parameters first; `shown` places of them."""
+    """Yields a table of layouts that differ.
+
+    Args:
+        changes: the changes, in the order of the rows.
+        titles: headings of the two plans' columns.
+        shown: the number of rows to show; None shows all.
+    """
     if not changes:
         return
     table = Table(title="Layouts", **_STYLE)  # type: ignore[arg-type]
@@ -90,12 +96,12 @@ def render_changes(
 
 
 def signed(value: float, write: Callable[[float], str]) -> str:
-    """A figure with its sign: "+1.2 ms", "-3 MiB", "0 s"."""
+    """Formats a figure with its sign: "+1.2 ms", "-3 MiB", "0 s"."""
     return f"+{write(value)}" if value > 0 else write(value)
 
 
 def _change(figure: Figure, write: Callable[[float], str]) -> tuple[str, Text]:
-    """What the second plan has more, absolutely and in per cent."""
+    """Returns the change from the first plan to the second, absolute and in per cent."""
     change = figure.change
     if not change:
         return "", Text("")
@@ -136,14 +142,14 @@ def _traffic(
 
 def _left_out(count: int, shown: int | None) -> Iterator[Text]:
     if shown is not None and count > shown:
-        yield Text(f"and {count - shown} more: --all shows them", style="dim")
+        yield Text(f"and {count - shown} more; --all shows them", style="dim")
 
 
 _STYLE = {"title_justify": "left", "title_style": "bold", "box": None, "pad_edge": False}
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Names at the left, figures at the right."""
+    """Returns an empty table with names at the left and figures at the right."""
     table = Table(title=title, **_STYLE)  # type: ignore[arg-type]
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)

@@ -1,7 +1,7 @@
-"""What a plan decides, one entry for each node of the strategy problem, and how two plans differ.
+"""The decisions of a plan, one for each node of the strategy problem, and how those of two differ.
 
-A parameter and its share are one decision, "stored => used". With a graph a decision is named as
-the user knows it; without one, as the plan's own lines are.
+A parameter and its share are one decision, "stored => used". Given a graph, decisions have the
+user's names; without one, they have the names of nodes in the plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Decision:
     """One choice of a plan.
 
     Attributes:
-        node: the node that has it; a parameter's share.
-        name: a parameter or input by the user's name with "*" for the number of its block, a
-            module, or the node itself, "%add_3".
-        op: kind of operator, "parameter".
-        place: the user's line.
-        times: in how many blocks.
+        node: the node that it is for; a parameter's share.
+        name: the user's name of a parameter or input with "*" for the number of its block, else
+            the module, else the node, "%add_3".
+        op: kind of operator, or "parameter".
+        place: the user's line, "file:line".
+        times: number of blocks that it is for.
         layout: as a pin writes it: "[8, 16@gpu]", "[32@gpu, 8] => [32, 8] -sum(gpu)".
-        entry: operands and results, as the plan writes them; a parameter's whole storage.
+        entry: operands and results, as the plan writes them; for a parameter its whole storage.
     """
 
     node: str
@@ -43,7 +43,11 @@ class Decision:
 
 
 def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision]:
-    """The decisions of a plan by node, in order of execution.
+    """Returns the decisions of a plan by node, in order of execution.
+
+    Args:
+        plan: the plan of one stage.
+        graph: its graph, if known; it gives decisions the user's names.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node of the graph.
@@ -55,10 +59,10 @@ def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision
             )
             for name, entry in plan.nodes.items()
         }
-    found = {}
+    by_node = {}
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
-            continue  # with its share
+            continue  # its share has the decision
         entry = entry_of(plan, graph, node.name)
         name, op = _named(graph, node)
         layout = _side(entry.results, plan)
@@ -70,12 +74,12 @@ def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision
         source = node.source
         place = f"{source.file}:{source.line}" if source.file and op != "parameter" else ""
         times = graph.multiplicity[node.name]
-        found[node.name] = Decision(node.name, name, op, place, times, layout, text)
-    return found
+        by_node[node.name] = Decision(node.name, name, op, place, times, layout, text)
+    return by_node
 
 
 def _named(graph: Graph, node: Node) -> tuple[str, str]:
-    """Name and kind of a decision."""
+    """Returns the name and the kind of the decision for a node."""
     if node.op == "autopar.share":
         leaf = graph[graph.template[node.inputs[0]]]
         if leaf.op == "param":
@@ -92,7 +96,7 @@ def _text(entry: NodePlan, plan: StagePlan) -> str:
 
 
 def _side(side: Iterable[Shaped], plan: StagePlan) -> str:
-    """Layouts in one spelling: axes that are owed a sum stand in the order of the mesh."""
+    """Formats layouts canonically, with the axes of partial sums in the order of the mesh."""
     place = {name: number for number, name in enumerate(plan.mesh.names)}
 
     def ordered(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,12 +110,12 @@ def _side(side: Iterable[Shaped], plan: StagePlan) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """Decisions of one place that differ alike between two plans.
+    """Decisions of one place that change in the same way between two plans.
 
     Attributes:
-        name, op, place, times: as in `Decision`; `op` lists kinds where there are several.
-        before, after: layouts of results, or of operands too where results agree; "" in a plan
-            that has no such node.
+        name, op, place, times: as in `Decision`; `op` lists all kinds, if there are several.
+        before, after: layouts of the results, or of operands and results if the results agree; ""
+            for a plan without such a node.
         nodes: names of the nodes.
     """
 
@@ -125,7 +129,7 @@ class Change:
 
 
 def changes(a: Mapping[str, Decision], b: Mapping[str, Decision]) -> tuple[Change, ...]:
-    """How the decisions of plan `b` differ from those of `a`, parameters first."""
+    """Returns the changes from the decisions of plan `a` to those of plan `b`, parameters first."""
     groups: dict[tuple[str, str, int, str, str, bool], list[Decision]] = {}
     for node in dict.fromkeys((*a, *b)):
         old, new = a.get(node), b.get(node)
@@ -136,14 +140,14 @@ def changes(a: Mapping[str, Decision], b: Mapping[str, Decision]) -> tuple[Chang
             before, after = old.entry, new.entry
         one = old or new
         assert one is not None
-        # Places are told apart in the same module, nodes without a module by themselves.
+        # Operators of one module are grouped by line; a node without a module stands alone.
         key = (one.name, one.place, one.times, before, after, one.op == "parameter")
         groups.setdefault(key, []).append(one)
-    found = [
+    grouped = [
         Change(name, _kinds(group), place, times, before, after, tuple(d.node for d in group))
         for (name, place, times, before, after, _), group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda change: change.op != "parameter"))
+    return tuple(sorted(grouped, key=lambda change: change.op != "parameter"))
 
 
 def _kinds(group: Iterable[Decision]) -> str:

@@ -1,4 +1,4 @@
-"""Two plans side by side: predicted figures, decisions and collectives, as data."""
+"""Compares two plans of a stage: predicted figures, decisions and collectives, as data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from autopar.ir.graph import Graph
 from autopar.plan_entries import Prediction
 from autopar.stage_plan import StagePlan
 
-ROUNDING = 1e-12  # sums of the same prices in another order differ by less
-Calls = tuple[int, int]  # calls of a step, bytes that one device sends in them
-Place = tuple[str, str, str, bool]  # whose, kind, axes, backward
+ROUNDING = 1e-12  # summing the same prices in another order changes a sum by less
+Calls = tuple[int, int]  # calls in a step, bytes that one device sends in them
+Place = tuple[str, str, str, bool]  # parameter, module or node; kind; axes; backward
 
 
 @dataclass(frozen=True)
 class Figure:
     """A predicted figure of both plans.
 
-    Its name ends in "seconds" or "bytes", which is its unit; a "bubble" is a fraction.
+    Attributes:
+        name: ends in "seconds" or "bytes", which is its unit; "bubble" is a fraction.
+        before, after: the figure of the first and of the second plan.
     """
 
     name: str
@@ -33,20 +35,20 @@ class Figure:
 
     @property
     def change(self) -> float:
-        """How much more it is in the second plan; 0 where only rounding tells them apart."""
+        """The increase from the first plan to the second; 0 if they differ by rounding only."""
         before, after = self.before, self.after
         return 0.0 if math.isclose(before, after, rel_tol=ROUNDING) else after - before
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A collective that the plans make differently, or the sum of all of one kind and axes.
+    """The calls of a collective in both plans, or the sum of all calls of one kind over some axes.
 
     Attributes:
-        name: whose: a parameter, a module or a node; "" for a sum.
+        name: the parameter, module or node that it serves; "" for a sum.
         kind, axes: of the collective.
-        backward: whether it belongs to the backward; a sum counts both directions.
-        before, after: calls of a step, and bytes of payload that one device brings to them.
+        backward: whether it runs in the backward pass; a sum counts both directions.
+        before, after: calls in a step, and the payload of one device in them in bytes.
     """
 
     name: str
@@ -59,15 +61,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two plans.
+    """The difference of two plans.
 
     Attributes:
-        head: "graph" and "mesh" -> how the plans write them, if they differ.
-        pins: the name of each pin that differs -> how the plans write it, "" where it is none.
-        figures: all predicted figures, those that agree among them.
+        head: "graph" and "mesh" -> the texts of both plans, if they differ.
+        pins: name of each pin that differs -> its texts in both plans, "" in a plan without it.
+        figures: all predicted figures, including equal ones.
         changes: decisions that differ.
-        totals: collectives by kind and axes, those that agree among them; None if not known.
-        traffic: collectives that differ; None if not known.
+        totals: collectives by kind and axes, including equal ones; None if not compared.
+        traffic: collectives that differ; None if not compared.
     """
 
     head: dict[str, tuple[str, str]]
@@ -79,7 +81,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the plans say the same."""
+        """Whether the plans agree."""
         figures = any(figure.before != figure.after for figure in self.figures)
         return not (self.head or self.pins or self.changes or figures)
 
@@ -90,12 +92,16 @@ def difference(
     graphs: tuple[Graph, Graph] | None = None,
     prices: tuple[Callable[[Collective], float], Callable[[Collective], float]] | None = None,
 ) -> Difference:
-    """How plan `b` differs from plan `a`.
+    """Returns the difference from plan `a` to plan `b`.
 
     Args:
-        a, b: the plans, for any model and mesh.
-        graphs: what they are for, if known; names decisions as the user knows them.
-        prices: of one collective on either mesh; with them and the graphs collectives are compared.
+        a, b: the plans, for any models and meshes.
+        graphs: their graphs, if known; they give decisions the user's names.
+        prices: predict the seconds of one collective on each mesh; collectives are compared only
+            if graphs and prices are given.
+
+    Returns:
+        Figures, decisions and collectives of both plans.
 
     Raises:
         PlanMismatchError: a plan has no layout for a node of its graph.
@@ -120,22 +126,30 @@ def difference(
 
 
 def figures(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
-    """Returns all figures of two predictions, side by side."""
+    """Pairs the figures of two predictions."""
     after = b.figures()
     return tuple(Figure(name, before, after[name]) for name, before in a.figures().items())
 
 
 def repriced(explanation: Explanation, graph: Graph) -> Prediction:
-    """The figures of a plan's layouts: its own, or if it was edited, what they add up to now."""
+    """Returns the figures of a plan's layouts.
+
+    Args:
+        explanation: of the plan.
+        graph: its graph.
+
+    Returns:
+        The prediction in the plan's file, or if the plan was edited since, a new one.
+    """
     if not explanation.stale:
         return Prediction(**explanation.predicted)
     operators = [o for s in explanation.sections for line in s.lines for o in line.operators]
     moved = [move for o in operators for move in (*o.before, *o.after)]
     seconds, activations = explanation.seconds, explanation.memory["activations"]
-    # The planner counts the sum of the loss among the seconds of operators.
+    # The planner counts the reduction of the loss as compute.
     ending = sum(move.seconds for move in moved if not move.reader)
     inside = sum(move.seconds for move in moved if move.inside)
-    # It counts what is done to a view of a parameter among activations.
+    # It counts the resharding of a parameter's view as resharding of activations.
     views = sum(
         move.seconds
         for parameter in explanation.parameters
@@ -157,7 +171,7 @@ def repriced(explanation: Explanation, graph: Graph) -> Prediction:
 
 
 def _is_parameter(graph: Graph, value: str) -> bool:
-    """Whether a value is a parameter, or the share of one."""
+    """Returns whether a value is a parameter or a parameter's share."""
     node = graph[value]
     node = graph[node.inputs[0]] if node.op == "autopar.share" else node
     return node.op == "param"
@@ -166,8 +180,18 @@ def _is_parameter(graph: Graph, value: str) -> bool:
 def traffic(
     graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
 ) -> dict[Place, Calls]:
-    """The collectives of a step, by whose they are, kind, axes and direction."""
-    found: dict[Place, Calls] = {}
+    """Counts the collectives of a step.
+
+    Args:
+        graph: the prepared graph.
+        plan: its plan.
+        price: predicts the seconds of one collective.
+
+    Returns:
+        (parameter, module or node; kind; axes; backward) -> (calls in a step, bytes sent by one
+        device).
+    """
+    counts: dict[Place, Calls] = {}
     for move in moves(graph, plan, price):
         node = graph[graph.template[move.parameter or move.value]]
         if node.is_leaf:
@@ -176,36 +200,36 @@ def traffic(
             name = module_pattern(graph, node) or f"%{node.name}"
         for call in move.calls:
             place = (name, call.kind, ", ".join(call.axes), call.backward)
-            calls, sent = found.get(place, (0, 0))
-            found[place] = (calls + move.count(call), sent + move.count(call) * call.nbytes)
-    return found
+            calls, sent = counts.get(place, (0, 0))
+            counts[place] = (calls + move.count(call), sent + move.count(call) * call.nbytes)
+    return counts
 
 
 def _head(a: StagePlan, b: StagePlan) -> dict[str, tuple[str, str]]:
-    def said(plan: StagePlan) -> dict[str, str]:
+    def head(plan: StagePlan) -> dict[str, str]:
         return {"graph": plan.graph, "mesh": str(plan.mesh)}
 
-    return pairs(said(a), said(b))
+    return pairs(head(a), head(b))
 
 
 def pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What two mappings write differently."""
+    """Returns the entries in which two mappings differ, each with both texts."""
     both = {name: (a.get(name, ""), b.get(name, "")) for name in dict.fromkeys((*a, *b))}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def _summed(found: Mapping[Place, Calls]) -> dict[Place, Calls]:
+def _summed(counts: Mapping[Place, Calls]) -> dict[Place, Calls]:
     totals: dict[Place, Calls] = {}
-    for (_, kind, axes, _), (calls, sent) in found.items():
+    for (_, kind, axes, _), (calls, sent) in counts.items():
         before = totals.get(("", kind, axes, False), (0, 0))
         totals["", kind, axes, False] = (before[0] + calls, before[1] + sent)
     return totals
 
 
 def _traffic(a: Mapping[Place, Calls], b: Mapping[Place, Calls]) -> tuple[Traffic, ...]:
-    """Both sides of every place, what changes by most bytes first."""
-    found = (
+    """Pairs the counts of both plans, the largest change in bytes first."""
+    paired = (
         Traffic(*place, a.get(place, (0, 0)), b.get(place, (0, 0)))
         for place in dict.fromkeys((*a, *b))
     )
-    return tuple(sorted(found, key=lambda t: -abs(t.after[1] - t.before[1])))
+    return tuple(sorted(paired, key=lambda t: -abs(t.after[1] - t.before[1])))

@@ -1,4 +1,4 @@
-"""Where a plan's time and memory go, as values: operators by block and line of code, parameters."""
+"""Values that say where a plan's time and memory go: operators by block and line, parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from autopar.explain.moves import Move
 
 @dataclass(frozen=True)
 class Cost:
-    """What one node of the folded graph costs a device, all blocks together.
+    """The cost of one node of the folded graph on one device, all blocks together.
 
-    `compute` is seconds forwards and backwards, `saved` the bytes kept for the backward.
+    Attributes:
+        compute: seconds of its forward and backward in a step.
+        saved: bytes of activations that it saves for the backward.
     """
 
     compute: float
@@ -23,7 +25,14 @@ class Cost:
 class Operator:
     """A node of the folded graph with its layouts, its cost, and the moves before and after it.
 
-    `layer` is where it belongs (see layers.py), `axes` are the mesh axes that split it.
+    Attributes:
+        name: the node.
+        op: its operator.
+        layer: the layer of the model that it belongs to (see layer_names.py).
+        axes: the mesh axes that split it.
+        layouts: operands and results, as the plan writes them.
+        cost: compute and saved activations.
+        before, after: moves of its operands and of its results.
     """
 
     name: str
@@ -37,7 +46,7 @@ class Operator:
 
     @property
     def kind(self) -> str:
-        """An ATen operator without its overload; what a share computes is a sum."""
+        """Kind of operator, without an overload: "addmm"; a share is a "sum of gradients"."""
         if self.op == "autopar.share":
             return "sum of gradients"
         if self.op.startswith("aten."):
@@ -46,13 +55,20 @@ class Operator:
 
     @property
     def seconds(self) -> float:
-        """Compute and moves, all blocks together."""
+        """Seconds of compute and moves, all blocks together."""
         return self.cost.compute + sum(move.seconds for move in (*self.before, *self.after))
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the user's code in one module, with its operators."""
+    """A line of the user's code in one module, with its operators.
+
+    Attributes:
+        module: the module that runs it, with "*" for the number of a block.
+        place: "file:line".
+        text: the code.
+        operators: in order of execution.
+    """
 
     module: str
     place: str
@@ -61,18 +77,24 @@ class Line:
 
     @property
     def seconds(self) -> float:
-        """Compute and moves, all blocks together."""
+        """Seconds of compute and moves, all blocks together."""
         return sum(operator.seconds for operator in self.operators)
 
     @property
     def saved(self) -> float:
-        """Bytes kept for the backward, all blocks together."""
+        """Bytes of saved activations, all blocks together."""
         return sum(operator.cost.saved for operator in self.operators)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that run once, or those of a repeated block; `title` is what its modules share."""
+    """Lines outside of repeated blocks, or the lines of one block.
+
+    Attributes:
+        title: the path that the block's modules have in common, "" outside of blocks.
+        times: number of blocks.
+        lines: in order of execution.
+    """
 
     title: str
     times: int
@@ -80,27 +102,29 @@ class Section:
 
     @property
     def seconds(self) -> float:
-        """Compute and moves, all blocks together."""
+        """Seconds of compute and moves, all blocks together."""
         return sum(line.seconds for line in self.lines)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or one per block: how it is stored and used, and what it costs.
+    """A parameter, or one per block, with its layouts and its cost.
+
+    Bytes are those of one device, all blocks together.
 
     Attributes:
-        name: the user's, with "*" for the number of the block.
+        name: the user's name, with "*" for the number of the block.
         times: number of blocks.
-        layer: where it belongs; see layers.py.
-        stored, used: layouts, in the notation of a pin, with the dtype.
-        axes, updated_axes, used_axes: the mesh axes that split it as it is held, as it is updated
-            and as it is used.
-        moves: gathering it and synchronising its gradient.
-        nbytes: of what is stored, on one device, all blocks together.
-        gathered: of the copy that is kept for the backward, where that is another.
-        gradient: of its gradient.
-        optimizer: of its optimizer state, as far as the device holds it.
-        host: of that which lies in host memory.
+        layer: the layer of the model that it belongs to (see layer_names.py).
+        stored, used: its dtype and layouts, in the notation of a pin.
+        axes, updated_axes, used_axes: the mesh axes that split the stored parameter, the optimizer
+            state and the parameter in use.
+        moves: the gathering of the parameter and the synchronisation of its gradient.
+        nbytes: bytes of the stored shard.
+        gathered: bytes of the copy that is kept from forward to backward, if it is another.
+        gradient: bytes of its gradient.
+        optimizer: bytes of its optimizer state in device memory.
+        host: bytes of its optimizer state in host memory.
     """
 
     name: str
@@ -120,28 +144,28 @@ class Parameter:
 
     @property
     def seconds(self) -> float:
-        """Its moves, all blocks together."""
+        """Seconds of its moves, all blocks together."""
         return sum(move.seconds for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where time and memory of one plan go.
+    """The time and memory of one plan, by cause, operator and parameter.
 
     Attributes:
-        graph, mesh: what the plan is for, as in its file.
-        predicted: the figures of its file.
+        graph, mesh: the model and the devices, as the plan's file writes them.
+        predicted: the predictions in the plan's file, by name.
         sections: operators with the moves of activations, in order of execution.
-        parameters: with the moves that belong to them.
-        memory: bytes per device by cause; a step never holds all of them at once.
+        parameters: parameters with their moves.
+        memory: bytes per device by cause; the causes never peak together.
         limit: memory of one device in bytes.
-        whole: operators that run whole on every device for want of a rule.
-        hidden: seconds in which collectives and copies go beside kernels; causes, lines and
+        whole: operators without a rule, which run whole on every device.
+        hidden: seconds in which collectives and copies overlap with kernels; causes, lines and
             views count them twice, `step` once.
-        peak: bytes per device at the peak of the step, where that has been simulated.
-        copies: seconds of copies to host memory and back.
+        peak: bytes per device at the simulated peak of the step; None if it was not simulated.
+        copies: seconds of copies to and from host memory.
         host: bytes per device in host memory.
-        caution: what its precision does to results; see `Precision.caution`.
+        caution: how its precision changes results; see `Precision.caution`.
     """
 
     graph: str
@@ -160,24 +184,24 @@ class Explanation:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Predicted seconds of a step."""
         return sum(self.seconds.values()) - self.hidden
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds a step by cause; their sum is the predicted step and what is hidden in it."""
+        """Seconds of a step by cause; their sum is `step` plus `hidden`."""
         operators = [o for s in self.sections for line in s.lines for o in line.operators]
         moved = sum(m.seconds for o in operators for m in (*o.before, *o.after))
-        found = {
+        by_cause = {
             "compute": sum(operator.cost.compute for operator in operators),
             "activations": moved,
             "parameters": sum(parameter.seconds for parameter in self.parameters),
         }
-        return found | ({"host copies": self.copies} if self.copies else {})
+        return by_cause | ({"host copies": self.copies} if self.copies else {})
 
     @property
     def stale(self) -> bool:
-        """Whether the plan's own figures are not those of its layouts."""
+        """Whether the figures in the plan's file differ from those of its layouts."""
         activations = self.memory["activations"]
         own = {
             "step_seconds": self.step,
@@ -190,8 +214,8 @@ class Explanation:
         )
 
     @property
-    def dearest(self) -> tuple[tuple[Section, Line], ...]:
-        """All lines that take time or memory, the slowest first."""
+    def slowest_lines(self) -> tuple[tuple[Section, Line], ...]:
+        """All lines that take time or memory with their sections, the slowest first."""
         lines = [(s, line) for s in self.sections for line in s.lines]
         lines = [pair for pair in lines if pair[1].seconds or pair[1].saved]
         return tuple(sorted(lines, key=lambda pair: -pair[1].seconds))

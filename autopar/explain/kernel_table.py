@@ -1,4 +1,4 @@
-"""What kernels have taken the place of, as a table."""
+"""A table of the fused kernels of a plan and what they save."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autopar.plan_entries import Fused
 
 
 def render_fused(fused: Mapping[str, Fused]) -> tuple[RenderableType, ...]:
-    """A table of the kernels, how often each stands where, and what it saves; () without any."""
+    """Returns a table of kernels with their uses, bytes and seconds saved; () if there are none."""
     if not fused:
         return ()
-    table = Table(title="kernels in the place of several operators", title_justify="left", box=None)
-    for title in ("kernel", "times", "first", "bytes less", "time less"):
-        table.add_column(title, justify="left" if title in ("kernel", "first") else "right")
+    table = Table(title="fused kernels", title_justify="left", box=None)
+    for title in ("kernel", "uses", "first use", "bytes saved", "time saved"):
+        table.add_column(title, justify="left" if title in ("kernel", "first use") else "right")
     for name, entry in fused.items():
         nbytes = f"{'-' * (entry.nbytes < 0)}{format_bytes(abs(entry.nbytes))}"
         seconds = f"{'-' * (entry.seconds < 0)}{format_seconds(abs(entry.seconds))}"

@@ -1,4 +1,4 @@
-"""Which layer of the model a node belongs to: the module path up to its first number."""
+"""Names the layer of the model that a node belongs to: the module path up to its first number."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ OUTSIDE = "outside of modules"
 
 
 def layers(graph: Graph) -> dict[str, str]:
-    """The layer of each node of the folded graph, by name.
+    """Names the layer of each node of the folded graph.
 
     Returns:
-        "transformer.h.0-31 × 32" for the nodes of repeated blocks, "layer1.0" for what stands in a
-        numbered module outside of them, else the whole module, "transformer.wte".
+        Node -> layer: "transformer.h.0-31 × 32" for nodes of repeated blocks, "layer1.0" for nodes
+        in another numbered module, else the whole module, "transformer.wte".
     """
-    found = {node.name: _layer(_module(node)) for node in graph.folded}
+    names = {node.name: _layer(_module(node)) for node in graph.folded}
     for repeat in graph.repeats:
-        found.update(dict.fromkeys(repeat.iterations[0], _blocks(graph, repeat)))
-    return found
+        names.update(dict.fromkeys(repeat.iterations[0], _blocks(graph, repeat)))
+    return names
 
 
 def _module(node: Node) -> str:
-    """The module that computes a node or owns a leaf."""
+    """Returns the module that computes a node or owns a leaf."""
     return node.target.rpartition(".")[0] if node.is_leaf else node.source.module
 
 
@@ -34,10 +34,10 @@ def _layer(module: str) -> str:
 
 
 def _blocks(graph: Graph, repeat: Repeat) -> str:
-    """The name of all blocks of a run, with the numbers of the first and the last.
+    """Names the blocks of a run, with the numbers of the first and the last module.
 
-    The blocks of a run may begin in the midst of a module: the numbers are those of all modules
-    that have a part in them.
+    A block of a run may begin in the middle of a module; the numbers cover every module that the
+    run overlaps.
     """
     ends: list[Counter[tuple[str, int]]] = []
     for iteration in (repeat.iterations[0], repeat.iterations[-1]):

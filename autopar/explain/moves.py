@@ -1,9 +1,8 @@
-"""Every layout change and every operator that communicates, with each of its collectives and how
-often it is made.
+"""Lists every layout change and communicating operator with its collectives and their counts.
 
-The lines of the lowered program are read, so that what is listed is what runs. A value that several
-operators read in one layout is moved once and listed for each of them, since the planner prices an
-edge for each.
+The list is read off the lines of the lowered program, so it is what runs. A value that several
+operators read in one layout is moved once but listed for each reader, because the planner prices
+each edge of the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +25,15 @@ from autopar.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: the payload of each device in bytes, and its predicted seconds."""
+    """One collective of a move.
+
+    Attributes:
+        kind: such as "all_gather", with its algorithm where one was chosen.
+        axes: the mesh axes that it runs over.
+        nbytes: payload of each device in bytes.
+        seconds: predicted seconds of one call.
+        backward: whether it runs in the backward pass.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -37,18 +44,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Move:
-    """A layout change that communicates, or an operator that asks other devices itself.
+    """A layout change that communicates, or an operator that communicates inside.
 
     Attributes:
         value: the node whose value is moved.
-        reader: the node for which it is, "" for the end of the program. An operator that asks is
-            both.
+        reader: the node that reads the value, "" for the end of the program; an operator that
+            communicates inside is its own value and reader.
         before, after: the layouts, in the notation of the plan.
-        calls: its collectives in the order of the forward pass, those of the backward marked.
-        times: how often a step makes it.
+        calls: collectives of both directions, in the order of the forward pass.
+        times: executions in a step.
         parameter: the parameter that the value is or is a view of, "" for an activation.
-        inside: whether it is an operator that asks.
-        again: how often its forward is repeated by blocks that are computed again.
+        inside: whether an operator communicates inside.
+        again: forward executions that recomputed blocks add.
     """
 
     value: str
@@ -62,54 +69,62 @@ class Move:
     again: int = 0
 
     def count(self, call: Call) -> int:
-        """How often a step makes one of its collectives."""
+        """Returns how often a step runs one of its collectives."""
         return self.times + (0 if call.backward else self.again)
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds a step, both directions, all times."""
+        """Predicted seconds in a step, both directions."""
         return sum(self.count(call) * call.seconds for call in self.calls)
 
 
 def moves(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
-    """What the program of a plan communicates, in order of execution.
+    """Returns all that the program of a plan communicates, in order of execution.
 
     Args:
-        graph: prepared, with its repeats.
+        graph: the prepared graph with its repeats.
         plan: a layout for every node of the folded graph.
-        price: seconds of one collective.
+        price: predicts the seconds of one collective.
+
+    Returns:
+        The moves of the forward function, then those of parameters beside it.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
     program = lower(graph, plan, price)
-    reading = _Reading(Placed(graph, plan, price), program.blocks, 1)
-    found = [*reading.moves(program.forward)]
+    reader = _FunctionReader(Placed(graph, plan, price), program.blocks, 1)
+    all_moves = [*reader.moves(program.forward)]
     if program.aside is not None:
-        found += reading.moves(program.aside)
-    return tuple(found)
+        all_moves += reader.moves(program.aside)
+    return tuple(all_moves)
 
 
-class _Reading:
-    """Reads one function of a program from its beginning to its end.
+class _FunctionReader:
+    """Reads the lines of one function in order.
 
     Args:
-        placed: the graph in the layouts of the plan.
-        blocks: the functions that it calls.
-        times: how often a step runs it.
+        placed: the graph with the layouts of the plan.
+        blocks: the functions that this one calls.
+        times: how often a step runs this one.
     """
 
     def __init__(self, placed: Placed, blocks: Sequence[Function], times: int) -> None:
         self.placed, self.graph, self.plan = placed, placed.graph, placed.plan
         self.blocks, self.times = blocks, times
         self.operators, self.reached = repetitions(placed.graph, placed.plan.recompute)
-        # Variable -> the value in it, and the steps by which that came into its layout.
+        # Variable -> its value and the resharding steps that led to its layout.
         self.arrived: dict[str, tuple[str, tuple[Step, ...]]] = {}
-        self.entering: list[str] = []  # the variables that enter the next loop
+        self.entering: list[str] = []  # variables that the next loop carries in
 
     def moves(self, function: Function, ends: Sequence[str] = ()) -> Iterator[Move]:
-        """The moves of its lines; `ends` are those that read what a block returns."""
+        """Yields the moves of a function's lines.
+
+        Args:
+            function: the function.
+            ends: for a block, the readers of its results.
+        """
         for line in function:
             if isinstance(line, lowered.Move):
                 yield from self._step(line)
@@ -117,7 +132,7 @@ class _Reading:
                 yield from self._compute(line)
             elif isinstance(line, Sum):
                 yield from self._read(line.variable, line.node.name)
-                self.arrived.pop(line.variable, None)  # all readers of a share find its layout
+                self.arrived.pop(line.variable, None)  # readers of a share take its layout
             elif isinstance(line, Use):
                 yield from self._parameter(line.leaf, line.storage)
             elif isinstance(line, Assign):
@@ -134,7 +149,7 @@ class _Reading:
         self.arrived[line.target] = (line.value, (*before, line.step))
         node = self.graph[line.value]
         if node.op == "getitem" and line.step.dst == self.placed.result(line.value):
-            # One of several results, which is brought into its own layout before it is read.
+            # One of several results; it is moved to its own layout before it is read.
             yield from self._read(line.target, line.value)
             del self.arrived[line.target]
 
@@ -144,8 +159,8 @@ class _Reading:
         for variable in line.target.split(","):
             self.arrived.pop(variable, None)
         name, types = line.node.name, tuple(self.graph[name].type for name in line.node.inputs)
-        asked = exchanged(line.node, types, line.into, self.plan.mesh)
-        if calls := self._calls(zip_longest(*asked)):
+        pairs = exchanged(line.node, types, line.into, self.plan.mesh)
+        if calls := self._calls(zip_longest(*pairs)):
             before, after = (
                 line.into[0].format(types[0].shape),
                 line.out[0].format(line.node.type.shape),
@@ -172,15 +187,17 @@ class _Reading:
                 reader = next(u for u in users[self.arrived[variable][0]] if u in first)
                 yield from self._read(variable, reader, carried=True)
         self.entering.clear()
-        yield from _Reading(self.placed, (), repeat.count).moves(self.blocks[line.run], shares)
+        block = _FunctionReader(self.placed, (), repeat.count)
+        yield from block.moves(self.blocks[line.run], shares)
 
     def _read(self, variable: str, reader: str, carried: bool = False) -> Iterator[Move]:
-        """The move of what a node reads, if it has been moved.
+        """Yields the move of the value in a variable; nothing if it was not moved.
 
         Args:
-            variable: that it reads.
-            reader: the node, "" for the end of the program.
-            carried: whether it enters or leaves a block, outside of what is computed again.
+            variable: the variable that is read.
+            reader: the node that reads it, "" for the end of the program.
+            carried: whether the value enters or leaves a block, so that recomputation does not
+                repeat the move.
         """
         value, steps = self.arrived.get(variable, ("", ()))
         if calls := self._calls((step.forward, step.backward) for step in steps):
@@ -192,15 +209,13 @@ class _Reading:
             yield Move(value, reader, before, after, calls, self.times, parameter, again=again)
 
     def _parameter(self, leaf: Node, storage: Storage) -> Iterator[Move]:
-        """What a parameter and its gradient send; of what a step does once a microbatch's part."""
+        """Yields the moves of a parameter and its gradient, per microbatch."""
         (share,), plan, shape = self.graph.users[leaf.name], self.plan, leaf.type.shape
-        hops = storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        hops = plan.hops(leaf, storage)
         before, after = storage.format(shape), storage.used.format(shape)
         again = self.operators.get(share, 0)
         for times, repeated in ((self.times - again, 0), (again, again)):
-            # What is computed again gathers as in the forward, and has it for the backward then.
+            # A recomputed block gathers as in the forward and keeps the result for the backward.
             calls = tuple(
                 Call(
                     plan.collectives.title(hop.call, hop.together(plan.bucket).nbytes),
@@ -218,7 +233,7 @@ class _Reading:
     def _calls(
         self, pairs: Iterable[tuple[Collective | None, Collective | None]]
     ) -> tuple[Call, ...]:
-        """Collectives with their prices, from those of each direction."""
+        """Prices pairs of a forward and a backward collective."""
         return tuple(
             Call(self._title(call), call.axes, call.nbytes, self.placed.price(call), backward)
             for pair in pairs

@@ -1,4 +1,4 @@
-"""An explanation as rich renderables: bars, and tables whose totals add up to the bars."""
+"""Renders an explanation with rich: bars, and tables whose totals add up to the bars."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from autopar.explain.views import VIEWS
 from autopar.ir.units import format_bytes, format_seconds
 
 PARTS = (*VIEWS, "line", "parameter")
-DEAREST = 10
+SLOWEST = 10  # lines shown in the table of the slowest
 BAR = 24
 
 
 def render(
     explanation: Explanation, *, by: str | None = None, everything: bool = False
 ) -> RenderableType:
-    """The whole explanation, from the sums down to every line, or one part of it.
+    """Renders the totals and the tables of an explanation.
 
     Args:
-        explanation: what is shown.
-        by: one of `PARTS`, to show the sums and that part only.
-        everything: list operators that cost nothing, too.
+        explanation: the explanation to show.
+        by: one of `PARTS`, to show only the totals and that table; None shows all tables.
+        everything: also list operators that cost nothing.
+
+    Returns:
+        A rich renderable.
     """
     parts = [render_summary(explanation)]
     for name in VIEWS:
         if by in (None, name):
             parts += render_view(explanation, name)
     if by in (None, "line"):
-        parts += [_dearest(explanation), _lines(explanation, everything)]
+        parts += [_slowest(explanation), _lines(explanation, everything)]
     if by in (None, "parameter"):
         parts.append(render_parameters(explanation, costs=True))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
-        parts.append(Text(f"Whole on every device for want of a rule: {names}", style="yellow"))
+        parts.append(Text(f"Replicated, because they have no rule: {names}", style="yellow"))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
 def render_summary(explanation: Explanation) -> RenderableType:
-    """What it is, and its time and memory by cause."""
+    """Renders the graph and mesh, and the step time and memory by cause."""
     seconds, memory = explanation.seconds, explanation.memory
     step, held = explanation.step, sum(memory.values())
     peak = held if explanation.peak is None else explanation.peak
@@ -57,50 +60,57 @@ def render_summary(explanation: Explanation) -> RenderableType:
         *_hidden(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
-        *_never_at_once(held, peak),
-        *_in_host_memory(explanation),
+        *_memory_over_time(held, peak),
+        *_host_memory(explanation),
     ]
     if explanation.caution:
         parts.append(Text(f"\n{explanation.caution}", style="yellow"))
     if explanation.stale:
-        said = explanation.predicted
+        stated = explanation.predicted
         note = (
-            f"\nThe plan itself predicts {format_seconds(said.get('step_seconds', 0.0))} and "
-            f"{format_bytes(said.get('peak_bytes', 0.0))}: its layouts were edited since, or it "
-            "was made for another optimizer than AdamW."
+            f"\nThe plan's file predicts {format_seconds(stated.get('step_seconds', 0.0))} and "
+            f"{format_bytes(stated.get('peak_bytes', 0.0))}: its layouts were edited since, or it "
+            "was planned for an optimizer other than AdamW."
         )
         parts.append(Text(note, style="yellow"))
     return Group(*parts)
 
 
-def _never_at_once(held: float, peak: float) -> list[Text]:
-    """That the causes are not there at one time, where the peak is known."""
+def _memory_over_time(held: float, peak: float) -> list[Text]:
+    """Returns a note that the causes add up to more than the peak; nothing if they do not."""
     if held == peak:
         return []
-    said = f"  {format_bytes(held)} in all, not at one time: gradients come as activations go"
-    return [Text(said, style="dim")]
+    note = f"  the sum is {format_bytes(held)}: activations are freed as gradients are allocated"
+    return [Text(note, style="dim")]
 
 
-def _in_host_memory(explanation: Explanation) -> list[Text]:
-    """What lies in host memory."""
+def _host_memory(explanation: Explanation) -> list[Text]:
+    """Returns a note on the bytes in host memory; nothing if there are none."""
     if not explanation.host:
         return []
-    said = f"  {format_bytes(explanation.host)} beside, in host memory"
-    return [Text(said, style="dim")]
+    return [Text(f"  plus {format_bytes(explanation.host)} in host memory", style="dim")]
 
 
 def _hidden(explanation: Explanation) -> list[Text]:
-    """What the causes count twice."""
+    """Returns a note on overlapped seconds, which two causes count; nothing if there are none."""
     if not explanation.hidden:
         return []
     saved = format_seconds(explanation.hidden)
-    copies = " and copies to the host and back" if explanation.copies else ""
-    said = f"  less {saved}: collectives{copies} run beside kernels"
-    return [Text(said, style="dim")]
+    copies = " and copies to and from the host" if explanation.copies else ""
+    note = f"  less {saved}: collectives{copies} overlap with kernels"
+    return [Text(note, style="dim")]
 
 
 def render_parameters(explanation: Explanation, *, costs: bool = False) -> RenderableType:
-    """How parameters are stored and used; with `costs` what gathers and gradients take."""
+    """Renders a table of the layouts in which parameters are stored and used.
+
+    Args:
+        explanation: the explanation to show.
+        costs: also list the seconds of gathering parameters and synchronising gradients.
+
+    Returns:
+        A rich renderable.
+    """
     title = "Parameters: gathering them and synchronising their gradients"
     table = _table(title if costs else "Parameters")
     table.add_column("parameter", overflow="fold", min_width=36 if costs else None)
@@ -122,13 +132,13 @@ def render_parameters(explanation: Explanation, *, costs: bool = False) -> Rende
 
 
 def _lines(explanation: Explanation, everything: bool) -> RenderableType:
-    """Where the time goes: blocks, lines of the user's code, operators and their collectives."""
+    """Renders the time of blocks, of lines of the user's code, of operators and collectives."""
     table = _table("Where the time goes")
     table.add_column("line, operator, collective", overflow="fold")
     _time_columns(table)
     hidden = 0
     for section in explanation.sections:
-        title = f"{section.title}  × {section.times}" if section.title else "once"
+        title = f"{section.title}  × {section.times}" if section.title else "outside of blocks"
         table.add_row(Text(title, style="bold"), "", "", _seconds(section.seconds, "bold"))
         for line in section.lines:
             shown = [o for o in line.operators if everything or o.seconds]
@@ -145,11 +155,11 @@ def _lines(explanation: Explanation, everything: bool) -> RenderableType:
     table.add_row("sum", "", "", total)
     if not hidden:
         return table
-    return Group(table, Text(f"{hidden} operators that cost no time are left out.", style="dim"))
+    return Group(table, Text(f"{hidden} operators that take no time are not shown.", style="dim"))
 
 
 def _operator(operator: Operator) -> Iterator[tuple[RenderableType, ...]]:
-    """Its collectives before it, itself, and those after it."""
+    """Yields the rows of an operator: the collectives before it, itself, those after it."""
     yield from _moves("before", (move for move in operator.before if not move.inside))
     label = Text(f"   {operator.kind}  ")
     label.append(operator.layouts, style="dim")
@@ -170,23 +180,23 @@ def _call(call: Call) -> str:
 
 
 def _times(call: Call, times: int) -> tuple[str, str, Text]:
-    """Forward, backward, and all times of a step."""
+    """Returns the cells of a collective: one forward call, one backward call, a whole step."""
     one = format_seconds(call.seconds)
     both = ("", one) if call.backward else (one, "")
     return (*both, _seconds(times * call.seconds))
 
 
-def _dearest(explanation: Explanation) -> RenderableType:
-    """The lines that take most time, with what they keep for the backward."""
-    table = _table(f"The {DEAREST} dearest lines")
+def _slowest(explanation: Explanation) -> RenderableType:
+    """Renders the slowest lines with their time and the activations that they save."""
+    table = _table(f"The {SLOWEST} slowest lines")
     table.add_column("line", overflow="fold")
     for title in ("time", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
-    pairs = explanation.dearest
+    pairs = explanation.slowest_lines
     slowest = max((line.seconds for _, line in pairs), default=0.0)
     largest = max((line.saved for _, line in pairs), default=0.0)
-    for section, line in pairs[:DEAREST]:
+    for section, line in pairs[:SLOWEST]:
         table.add_row(
             _where(line, f"{section.times} × " if section.times > 1 else ""),
             format_seconds(line.seconds),
@@ -198,7 +208,7 @@ def _dearest(explanation: Explanation) -> RenderableType:
 
 
 def _where(line: Line, prefix: str) -> Text:
-    """Module, place and text of a line, cut where the terminal ends."""
+    """Returns the module, place and text of a line, truncated to the terminal's width."""
     place = " | ".join(part for part in (line.module, line.place, line.text) if part)
     text = Text(prefix + (place or "(no line)"), no_wrap=True, overflow="ellipsis")
     text.stylize("cyan", len(prefix))
@@ -206,7 +216,7 @@ def _where(line: Line, prefix: str) -> Text:
 
 
 def _bars(figures: Mapping[str, tuple[float, str]]) -> Table:
-    """One bar for each cause, of its part of the sum."""
+    """Returns a bar for each cause, as long as its fraction of the sum."""
     total = sum(value for value, _ in figures.values())
     table = Table.grid(padding=(0, 2))
     for name, (value, text) in figures.items():

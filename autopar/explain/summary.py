@@ -1,4 +1,4 @@
-"""What a plan's explanation is made of: the moves, costs and storages of a graph under a plan."""
+"""Builds an explanation from the moves, costs and storages of a graph under a plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
+from autopar.ir.tensor import TensorType
 from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
@@ -20,23 +21,23 @@ from autopar.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is known of a step as a whole.
+    """Figures of a whole step.
 
     Attributes:
-        limit: bytes of one device.
-        hidden: seconds in which collectives and copies go beside kernels.
-        peak: bytes per device at the peak of a simulated step, if it was simulated.
-        stowed: bytes of activations in host memory.
-        stowing: seconds of copying them both ways.
-        coming: seconds that a byte of optimizer state takes to come from host memory and go back.
+        limit: memory of one device in bytes.
+        hidden: seconds in which collectives and copies overlap with kernels.
+        peak: bytes per device at the simulated peak of the step; None if it was not simulated.
+        offloaded: bytes of activations in host memory.
+        offload_seconds: seconds of copying them to host memory and back.
+        state_byte_seconds: seconds per byte of copying optimizer state from host memory and back.
     """
 
     limit: float
     hidden: float = 0.0
     peak: float | None = None
-    stowed: float = 0.0
-    stowing: float = 0.0
-    coming: float = 0.0
+    offloaded: float = 0.0
+    offload_seconds: float = 0.0
+    state_byte_seconds: float = 0.0
 
 
 def explain(
@@ -47,15 +48,18 @@ def explain(
     figures: StepFigures,
     whole: Iterable[str] = (),
 ) -> Explanation:
-    """Everything that the plan makes a step do.
+    """Explains the time and memory of a step under a plan.
 
     Args:
-        graph: prepared; the plan is for it.
+        graph: the prepared graph of the plan.
         plan: a layout for every node of the folded graph.
-        price: seconds of one collective.
-        costs: of the nodes that are no parameters; what is missing is free.
-        figures: of the whole step.
-        whole: operators that run whole for want of a rule.
+        price: predicts the seconds of one collective.
+        costs: compute and memory of nodes other than parameters; missing nodes are free.
+        figures: figures of the whole step.
+        whole: operators without a rule, which run whole on every device.
+
+    Returns:
+        The explanation: seconds and bytes by cause, operator and parameter.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -72,17 +76,26 @@ def explain(
     }
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
-    copies = figures.stowing + states * figures.coming / plan.microbatches
+    copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches
     return Explanation(
         plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory,
         figures.limit, tuple(whole), figures.hidden, figures.peak, copies,
-        states + figures.stowed, plan.precision.caution,
+        states + figures.offloaded, plan.precision.caution,
     )  # fmt: skip
 
 
 def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Parameter, ...]:
-    """The parameters that the folded graph reads; `moved` are the moves of the whole program."""
-    found, layer = [], layers(graph)
+    """Returns the parameters that the folded graph reads.
+
+    Args:
+        graph: the prepared graph.
+        plan: its plan.
+        moved: the moves of the whole program.
+
+    Returns:
+        Parameters in the order of the graph, with layouts, moves and bytes.
+    """
+    rows, layer = [], layers(graph)
     operators, _ = repetitions(graph, plan.recompute)
     by_parameter: dict[str, list[Move]] = {}
     for move in moved:
@@ -101,7 +114,10 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
         master = updated if own != node.type else 0
         grads = times * storage.grads.local_bytes(own, plan.mesh)
         gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
-        found.append(
+        rule = plan.update.rule(node.target, own.shape)
+        part = TensorType(own.dtype, storage.updated.local_shape(own.shape, plan.mesh))
+        states = times * rule.local_nbytes(own, part, plan.mesh.size) if updated else 0.0
+        rows.append(
             Parameter(
                 parameter_name(graph, node),
                 times,
@@ -115,32 +131,32 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                0.0 if plan.offload.optimizer else master + plan.state_bytes * updated,
-                master + plan.state_bytes * updated if plan.offload.optimizer else 0.0,
+                0.0 if plan.offload.optimizer else master + states,
+                master + states if plan.offload.optimizer else 0.0,
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 def _sections(
     graph: Graph, plan: StagePlan, moved: Iterable[Move], costs: Mapping[str, Cost]
 ) -> Iterator[Section]:
-    """The operators in order of execution, by block and by line of the user's code."""
+    """Yields the operators in order of execution, by block and by line of the user's code."""
     before: dict[str, list[Move]] = {}
     after: dict[str, list[Move]] = {}
     for move in moved:
         if move.parameter:
             continue
-        # A share is a place in the plan and no operator: its moves are those of its value.
+        # A share is not an operator; its moves belong to the value that is shared.
         if move.reader and graph[move.reader].op != "autopar.share":
             before.setdefault(move.reader, []).append(move)
         else:
-            after.setdefault(_maker(graph, move.value), []).append(move)
+            after.setdefault(_producer(graph, move.value), []).append(move)
     run = {n: k for k, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
-    # A share computes where the gradients of its readers are added up.
-    quiet = {n.name for n in graph.folded if n.is_leaf or n.op == "autopar.share"}
-    quiet -= {*after, *(name for name, cost in costs.items() if cost != Cost(0.0, 0.0))}
-    listed = [n for n in graph.folded if n.op != "param" and n.name not in quiet]
+    # A share is listed only if it computes: it adds up the gradients of its readers.
+    free = {n.name for n in graph.folded if n.is_leaf or n.op == "autopar.share"}
+    free -= {*after, *(name for name, cost in costs.items() if cost != Cost(0.0, 0.0))}
+    listed = [n for n in graph.folded if n.op != "param" and n.name not in free]
     layer = layers(graph)
     for number, nodes in groupby(listed, lambda node: run.get(node.name)):
         modules = {} if number is None else block_modules(graph, number)
@@ -173,14 +189,14 @@ def _sections(
 
 
 def _axes(plan: StagePlan, entry: NodePlan) -> tuple[str, ...]:
-    """The mesh axes that split an operand or a result, or leave a sum of it owed."""
+    """Returns the mesh axes that split an operand or result or along which it is a partial sum."""
     layouts = [layout for _, layout in (*entry.operands, *entry.results)]
-    found = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial)}
-    return tuple(name for name in plan.mesh.names if name in found)
+    used = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial)}
+    return tuple(name for name in plan.mesh.names if name in used)
 
 
-def _maker(graph: Graph, value: str) -> str:
-    """The operator or leaf behind a chain of shares."""
+def _producer(graph: Graph, value: str) -> str:
+    """Returns the operator or leaf behind a chain of shares."""
     while graph[value].op == "autopar.share":
         value = graph.template[graph[value].inputs[0]]
     return value

@@ -1,4 +1,4 @@
-"""The views of an explanation as tables with bars."""
+"""Renders the views of an explanation as tables with bars."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TITLES = {
     "collective": ("Time by kind of collective", ""),
     "axis": ("Time by mesh axis", "Memory by the mesh axes that split it"),
 }
-# What stands for no collective and no axis.
+# Row titles for an empty collective or axis: (in time tables, in memory tables).
 _NONE = {"collective": ("compute", ""), "axis": ("compute", "whole on every device")}
 
 
 def render_view(explanation: Explanation, by: str) -> Iterator[RenderableType]:
-    """A table of time and one of memory; collectives hold none and have the first only."""
+    """Yields a view's table of time and, except for collectives, its table of memory."""
     rows, (time, memory) = view(explanation, by), _TITLES[by]
     compute, whole = _NONE.get(by, ("", ""))
     timed, holding = [r for r in rows if r.seconds], [r for r in rows if r.memory]
@@ -37,7 +37,7 @@ def render_view(explanation: Explanation, by: str) -> Iterator[RenderableType]:
 
 
 def _time(title: str, by: str, rows: Sequence[Row], causes: Sequence[str], none: str) -> Table:
-    """Seconds of a step, by cause, with the number of collectives and what they send."""
+    """Renders the seconds of a step by cause, with the collectives' calls and bytes sent."""
     step = sum(row.time for row in rows)
     table = _table(title, by)
     for cause in causes:
@@ -46,25 +46,25 @@ def _time(title: str, by: str, rows: Sequence[Row], causes: Sequence[str], none:
         table.add_column(heading, justify="right" if heading != "" else "left", no_wrap=True)
     for row in rows:
         by_cause = (_blank(row.seconds.get(cause, 0.0), format_seconds) for cause in causes)
-        made = (_blank(row.calls, str), _blank(row.sent, format_bytes))
+        traffic = (_blank(row.calls, str), _blank(row.sent, format_bytes))
         table.add_row(
-            row.name or none, *by_cause, *made, format_seconds(row.time),
+            row.name or none, *by_cause, *traffic, format_seconds(row.time),
             *_share(row.time, step, "green"),
         )  # fmt: skip
     table.add_section()
     sums = (sum(row.seconds.get(cause, 0.0) for row in rows) for cause in causes)
     calls, sent = sum(row.calls for row in rows), sum(row.sent for row in rows)
-    made = (_blank(calls, str), _blank(sent, format_bytes))
-    table.add_row("sum", *map(format_seconds, sums), *made, format_seconds(step))
+    traffic = (_blank(calls, str), _blank(sent, format_bytes))
+    table.add_row("sum", *map(format_seconds, sums), *traffic, format_seconds(step))
     return table
 
 
 def _memory(title: str, by: str, rows: Sequence[Row], causes: Sequence[str], none: str) -> Table:
-    """Bytes held at the peak, by cause, those that hold most first but for layers."""
+    """Renders the bytes of a device by cause: layers in order, other rows the largest first."""
     peak = sum(row.held for row in rows)
     table = _table(title, by)
     for heading in (*causes, "a device", "", ""):
-        # The longest heading would be wider than any of its figures.
+        # The full heading is wider than the figures below it.
         shown = heading.replace("gathered parameters", "gathered")
         table.add_column(shown, justify="right" if heading else "left", no_wrap=True)
     for row in rows if by == "layer" else sorted(rows, key=lambda row: -row.held):
@@ -78,19 +78,19 @@ def _memory(title: str, by: str, rows: Sequence[Row], causes: Sequence[str], non
 
 
 def _share(value: float, whole: float, style: str) -> tuple[Text, str]:
-    """A bar of a part of a whole, and the part in per cent."""
+    """Returns a bar of the fraction `value / whole`, and that fraction in per cent."""
     part = value / whole if whole else 0.0
     return bar(value, whole, BAR, style), f"{part:.1%}"
 
 
 def bar(value: float, largest: float, width: int, style: str) -> Text:
-    """A bar of `width` characters, filled as far as `value` is of `largest`."""
+    """Returns a bar of `width` characters, filled in the proportion `value / largest`."""
     count = round(width * value / largest) if largest else 0
     return Text("█" * count + "·" * (width - count), style=style)
 
 
 def _blank(value: float, text: Callable[[Any], str]) -> str:
-    """A figure as `text` writes it, nothing for zero."""
+    """Returns a figure as `text` formats it, "" for zero."""
     return text(value) if value else ""
 
 

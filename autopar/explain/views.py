@@ -1,7 +1,7 @@
-"""One explanation from four sides: by layer, kind of operator, kind of collective, mesh axis.
+"""Groups an explanation by layer, kind of operator, kind of collective or mesh axis.
 
-An explanation is cut into items, each in one place on every side. A view adds up the items of each
-place, so every view adds up to the same peak, and to the same step with what is hidden in it.
+An explanation is divided into items, and each item belongs to exactly one row of every view.
+Therefore all views add up to the same bytes, and to the same seconds, overlapped ones included.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Item:
     """Seconds of a step, or bytes held at the peak.
 
     Attributes:
-        layer: see layers.py.
-        op: the kind of operator, "parameter" for what belongs to a parameter.
+        layer: the layer of the model; see layer_names.py.
+        op: the kind of operator, "parameter" for time and memory of a parameter.
         collective: its kind, "" for compute and for memory.
-        axis: the mesh axes that a collective runs over or that split what is held, "node, gpu"; ""
-            for compute and for what every device holds whole. What operators keep for the
-            backward counts as split along the axes that split the operator.
+        axis: the mesh axes that a collective runs over or that split the memory, "node, gpu"; ""
+            for compute and for replicated memory. Saved activations count as split along the axes
+            that split their operator.
         cause: as in `Explanation.seconds` and `Explanation.memory`.
-        seconds: forwards and backwards, all blocks together.
-        nbytes: held on one device.
-        calls: how often a step makes the collective.
-        sent: payload of one device in a step, bytes.
+        seconds: of forward and backward, all blocks together.
+        nbytes: bytes on one device.
+        calls: calls of the collective in a step.
+        sent: payload of one device in a step, in bytes.
     """
 
     layer: str
@@ -47,7 +47,15 @@ class Item:
 
 @dataclass
 class Row:
-    """A place of a view: seconds and bytes held by cause, collectives a step, bytes sent."""
+    """A row of a view.
+
+    Attributes:
+        name: of the layer, operator, collective or axis.
+        seconds: seconds of a step by cause.
+        memory: bytes on one device by cause.
+        calls: collectives in a step.
+        sent: payload of one device in a step, in bytes.
+    """
 
     name: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -57,7 +65,7 @@ class Row:
 
     @property
     def time(self) -> float:
-        """Seconds a step."""
+        """Seconds of a step."""
         return sum(self.seconds.values())
 
     @property
@@ -66,7 +74,7 @@ class Row:
         return sum(self.memory.values())
 
     def add(self, item: Item) -> None:
-        """Count an item in."""
+        """Adds an item to the sums."""
         if item.seconds:
             self.seconds[item.cause] = self.seconds.get(item.cause, 0.0) + item.seconds
         if item.nbytes:
@@ -76,27 +84,32 @@ class Row:
 
 
 def view(explanation: Explanation, by: str) -> tuple[Row, ...]:
-    """The rows of one of `VIEWS`: layers in order of execution, others the slowest first.
+    """Returns the rows of one of `VIEWS`, without those that take neither time nor memory.
 
-    Rows without time and memory are left out.
+    Args:
+        explanation: the explanation to group.
+        by: one of `VIEWS`.
+
+    Returns:
+        Layers in order of execution, rows of other views the slowest first.
     """
     rows: dict[str, Row] = {}
     for item in items(explanation):
         name: str = getattr(item, by)
         rows.setdefault(name, Row(name)).add(item)
-    found = [row for row in rows.values() if row.seconds or row.memory]
+    listed = [row for row in rows.values() if row.seconds or row.memory]
     if by != "layer":
-        found.sort(key=lambda row: (-row.time, -row.held))
-    return tuple(found)
+        listed.sort(key=lambda row: (-row.time, -row.held))
+    return tuple(listed)
 
 
 def items(explanation: Explanation) -> Iterator[Item]:
-    """Every item of an explanation; parameters stand where their layer begins."""
+    """Yields every item of an explanation; a layer's parameters come before its operators."""
     owned: dict[str, list[Item]] = {}
     for parameter in explanation.parameters:
-        mine = owned.setdefault(parameter.layer, [])
+        layer = owned.setdefault(parameter.layer, [])
         place = (parameter.layer, PARAMETER)
-        mine += _calls(place, "parameters", parameter.moves)
+        layer += _calls(place, "parameters", parameter.moves)
         stored, updated, used = (
             ", ".join(axes)
             for axes in (parameter.axes, parameter.updated_axes, parameter.used_axes)
@@ -107,7 +120,7 @@ def items(explanation: Explanation) -> Iterator[Item]:
             ("gradients", updated, parameter.gradient),
             ("optimizer", updated, parameter.optimizer),
         ):
-            mine.append(Item(*place, "", axis, cause, nbytes=nbytes))
+            layer.append(Item(*place, "", axis, cause, nbytes=nbytes))
     for section in explanation.sections:
         for operator in (operator for line in section.lines for operator in line.operators):
             yield from owned.pop(operator.layer, ())

@@ -1,4 +1,4 @@
-"""Two whole plans side by side: figures, what they say of all stages, and stage by stage."""
+"""Compares two whole plans: their figures, their entries for all stages, and stage by stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True)
 class StageDifference:
-    """What differs between stages; of several that differ alike it is told once.
+    """The difference of one or more stages whose plans differ in the same way.
 
     Attributes:
         stages: their numbers.
@@ -28,12 +28,12 @@ class StageDifference:
 
 @dataclass(frozen=True)
 class PlanDifference:
-    """What differs between two plans, of pipelines or of models in one piece.
+    """The difference of two plans with one or more stages.
 
     Attributes:
-        head: "mesh", "schedule", "cuts" and the like -> how the plans write them, if they differ.
-        figures: all predicted figures, those that agree among them.
-        stages: those whose plans differ, where both have as many stages; else nothing.
+        head: "mesh", "schedule", "cuts" and the like -> the texts of both plans, if they differ.
+        figures: all predicted figures, including equal ones.
+        stages: stages whose plans differ; empty if the plans differ in their number of stages.
     """
 
     head: dict[str, tuple[str, str]]
@@ -42,39 +42,44 @@ class PlanDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether the plans say the same."""
+        """Whether the plans agree."""
         changed = any(figure.before != figure.after for figure in self.figures)
         return not (self.head or self.stages or changed)
 
 
 def plan_difference(a: Plan, b: Plan) -> PlanDifference:
-    """How plan `b` differs from plan `a`, for any models and meshes."""
+    """Returns the difference from plan `a` to plan `b`, for any models and meshes."""
     stages: list[StageDifference] = []
     if len(a.stages) == len(b.stages):
         for number, (one, other) in enumerate(zip(a.stages, b.stages, strict=True)):
-            # Which stage it is of which model is said by the cuts.
-            found = difference(one, other)
-            found = _without(found, "graph")
-            if found.equal:
+            # The head names the model and the cuts; a stage's graph would repeat them.
+            stage = _without(difference(one, other), "graph")
+            if stage.equal:
                 continue
-            if stages and stages[-1].difference == found:
+            if stages and stages[-1].difference == stage:
                 before = stages.pop()
-                stages.append(StageDifference((*before.stages, number), found))
+                stages.append(StageDifference((*before.stages, number), stage))
             else:
-                stages.append(StageDifference((number,), found))
+                stages.append(StageDifference((number,), stage))
     predicted = figures(a.predicted, b.predicted)
     return PlanDifference(heads(a, b), predicted, tuple(stages))
 
 
 def heads(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
-    """What two plans say differently of all stages, name -> how each writes it."""
-    return pairs(_said(a), _said(b))
+    """Returns the entries for all stages in which two plans differ: name -> both texts."""
+    return pairs(_head(a), _head(b))
 
 
 def render_plan_difference(
     found: PlanDifference, titles: tuple[str, str], *, everything: bool = False
 ) -> Iterator[RenderableType]:
-    """Everything that differs: the whole, then its stages; arguments as of `render_difference`."""
+    """Yields tables of all that differs, first of the whole plans, then of their stages.
+
+    Args:
+        found: the difference.
+        titles: headings of the two plans' columns.
+        everything: whether to show all rows of long tables.
+    """
     whole = Difference(found.head, {}, found.figures, ())
     yield from render_difference(whole, titles, everything=everything)
     for each in found.stages:
@@ -88,15 +93,15 @@ def _without(found: Difference, name: str) -> Difference:
     return Difference(head, found.pins, found.figures, found.changes)
 
 
-def _said(plan: Plan) -> dict[str, str]:
-    found = {
+def _head(plan: Plan) -> dict[str, str]:
+    head = {
         "graph": plan.graph,
         "mesh": str(plan.mesh),
         "model": str(plan.model),
     }
     if not plan.is_pipeline:
-        return found
-    return found | {
+        return head
+    return head | {
         "schedule": plan.schedule,
         "microbatches": str(plan.microbatches),
         "stages": str(len(plan.stages)),

@@ -10,6 +10,7 @@ from autopar.intra_op.node_choices import Lies
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
+from autopar.ir.update import ADAMW, Update
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Assumptions:
     """How a model is trained.
 
     Attributes:
-        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
+        update: how parameters are updated.
         unknown_ops: "replicate" or "error", for operators without a rule.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
             took turns, leaves nothing to gain from not waiting for gradients.
@@ -30,9 +31,10 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
+        late_loss: whether the loss is added up over devices later, outside of the program.
     """
 
-    state_bytes: float = 2.0
+    update: Update = ADAMW
     unknown_ops: str = "replicate"
     slowdown: float = TAKE_TURNS
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class Assumptions:
     offload: Offload = NOTHING
     fused_update: bool = False
     overlapped: bool = False
+    late_loss: bool = False
 
 
 DEFAULT = Assumptions()

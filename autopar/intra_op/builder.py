@@ -39,6 +39,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.update import Rule
 from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
@@ -70,7 +71,7 @@ class Builder:
         self.graph, self.table, self.pins = graph, table, pins
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.resharder = prices.resharder(given.precision)
-        self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
+        self.alike: dict[tuple[TensorType, bool, Rule, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names, self.replicated = list[str](), list[str]()
@@ -179,21 +180,18 @@ class Builder:
 
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
+        rule = self.given.update.rule(node.target, node.type.shape)
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision
+            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision, rule
         )
         left = self.pins.keep(share, every)
         pinned = len(left) < len(every)
-        alike = (node.type, node.requires_grad, self._again(share))
+        alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]
-        among = set(left)
-        costs = [
-            self._stored_cost(share, each)
-            for option, each in zip(every, traffic, strict=True)
-            if option in among
-        ]
+        among, pairs = set(left), zip(every, traffic, strict=True)
+        costs = [self._stored_cost(share, each) for option, each in pairs if option in among]
         remaining = undominated(left, costs)
         if not pinned:
             self.alike[alike] = remaining
@@ -201,7 +199,6 @@ class Builder:
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         return traffic.cost(
-            self.given.state_bytes,
             self.given.microbatches,
             self.waits,
             self._again(share),
@@ -235,7 +232,8 @@ class Builder:
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         traffic = stored_traffic(
-            leaf.type, leaf.requires_grad, storage, self.mesh, self.model, self.given.bucket,
+            leaf.type, leaf.requires_grad, storage, self.mesh, self.model,
+            self.given.update.rule(leaf.target, leaf.type.shape), self.given.bucket,
             self.given.precision,
         )  # fmt: skip
         cost = self._stored_cost(share, traffic)
@@ -256,7 +254,7 @@ class Builder:
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """Returns the seconds of making the loss whole on every device, as all ranks report it."""
-        if node.name != self.graph.loss:
+        if node.name != self.graph.loss or self.given.late_loss:
             return 0.0
         whole = Layout.replicated(len(node.type.shape))
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)

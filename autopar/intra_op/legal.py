@@ -20,7 +20,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
             layouts.
         StateError: an invalid state sharding.
     """
-    lies_of(plan.state or None, True, plan.precision, plan.mesh)
+    lies_of(plan.state or None, plan.precision, plan.mesh)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # checked with its share

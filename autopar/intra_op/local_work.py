@@ -19,6 +19,7 @@ class Local:
     """One node on the busiest device.
 
     Attributes:
+        into: layouts of its inputs.
         operands, results: local types of its inputs and results; `read` and `written` are their
             bytes.
         wanted: whether each operand needs a gradient.
@@ -40,6 +41,7 @@ class Local:
             return TensorType(tensor.dtype, layout.local_shape(tensor.shape, mesh))
 
         self.graph, self.node, self.signature = graph, node, signature
+        self.into, self.mesh = tuple(operands), mesh
         types = operand_types(graph, node)
         self.operands = tuple(map(part, operands, types))
         self.results = tuple(map(part, results, node.types))

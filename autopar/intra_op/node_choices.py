@@ -139,13 +139,6 @@ def accumulating(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Stora
     return storages(used, tensor, mesh, microbatches=2)
 
 
-def in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
-    """Yields the storage of a parameter that the optimizer must update in one piece."""
-    if not used.sharded_axes:
-        whole = Layout(used.dims)
-        yield Storage(used, whole, whole, whole, whole)
-
-
 def _cuts(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Yields every partition of a row into groups of neighbours."""
     for marks in itertools.product((False, True), repeat=len(axes) - 1):

@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import TensorType
+from autopar.ir.update import Rule
 from autopar.operators.exchange import exchanged
 
 Seconds = tuple[float, float]  # forward and backward
@@ -46,7 +47,7 @@ class Prices:
         self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
         self._operators: dict[Hashable, Operator] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
-        self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
+        self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision, Rule], Stored] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
@@ -62,20 +63,28 @@ class Prices:
         lies: Lies | None,
         bucket: int,
         precision: Precision,
+        rule: Rule,
     ) -> Stored:
         """Returns every choice of a parameter, with its traffic and memory; see `stored.py`.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = (tensor, trained, lies, bucket, precision)
+        key = (tensor, trained, lies, bucket, precision, rule)
         if key not in self._stored:
             options = parameter_options(tensor, self.mesh, trained, lies)
             self._stored[key] = (
                 options,
                 tuple(
                     stored_traffic(
-                        tensor, trained, option.storage, self.mesh, self.model, bucket, precision
+                        tensor,
+                        trained,
+                        option.storage,
+                        self.mesh,
+                        self.model,
+                        rule,
+                        bucket,
+                        precision,
                     )
                     for option in options
                     if option.storage is not None

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.errors import PrecisionError, StateError
-from autopar.intra_op.node_choices import Lies, behind, fits, in_one_piece
+from autopar.intra_op.node_choices import Lies, behind, fits
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import Groups, StateSharding
@@ -122,19 +122,14 @@ class StateChoice:
         """Returns the choice for a precision that sends parameters or gradients in another dtype.
 
         Raises:
-            PrecisionError: they are to be sent as int8 blocks, but are not sent at all.
+            PrecisionError: weights are to be sent as int8 blocks, but are not sent at all.
         """
-        sharding = self.sharding
-        for what, level, way in (
-            ("weights", sharding.params, "gathers no parameters for the forward"),
-            ("gradients", sharding.optimizer, "scatters no gradients: an all_reduce sums them"),
-        ):
-            if getattr(precision, what) and level == "N":
-                raise PrecisionError(
-                    f"{what} cannot be sent as int8 blocks under the state sharding {self}",
-                    why=f"it {way}",
-                    todo=f'leave out "{what}=int8", or pass state="zero++" or "zero3"',
-                )
+        if precision.weights and self.sharding.params == "N":
+            raise PrecisionError(
+                f"weights cannot be sent as int8 blocks under the state sharding {self}",
+                why="it gathers no parameters for the forward",
+                todo='leave out "weights=int8", or pass state="zero++" or "zero3"',
+            )
         return replace(self, hops=bool(precision.gradients))
 
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
@@ -160,33 +155,19 @@ class StateChoice:
         return tuple(dict.fromkeys(storages)) or (Storage(used, whole, whole, whole, whole),)
 
 
-def lies_of(
-    state: str | StateSharding | None, elementwise: bool, precision: Precision, mesh: Mesh
-) -> Lies | None:
+def lies_of(state: str | StateSharding | None, precision: Precision, mesh: Mesh) -> Lies | None:
     """Returns the function that restricts the storages of parameters, None if nothing does.
 
     Args:
         state: the user's state sharding.
-        elementwise: whether the optimizer can update shards of a parameter.
         precision: dtypes of messages.
         mesh: the devices.
 
     Raises:
-        StateError: the sharding is invalid, or more than the optimizer can do.
+        StateError: the sharding is invalid.
         PrecisionError: something is to be sent as int8 blocks that the sharding does not send.
     """
-    wanted = state if elementwise else state or "ddp"
-    choice = None if wanted is None else StateChoice.read(wanted, mesh).sending(precision)
-    if elementwise:
-        return None if choice is None else choice.storages
-    if choice is not None and choice.sharding.optimizer != "N":
-        raise StateError(
-            f"the optimizer cannot be sharded as {state}",
-            why="its update mixes the elements of a tensor, so it needs all of them",
-            todo='leave out the state sharding or pass state="ddp", or use an elementwise '
-            "optimizer (SGD, Adam, AdamW, Lion, ...)",
-        )
-    return in_one_piece
+    return None if state is None else StateChoice.read(state, mesh).sending(precision).storages
 
 
 def _axes(names: list[str], mesh: Mesh) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
+from autopar.ir.update import Rule, owner_hops
+from autopar.ir.update.ownership import OWNERS
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,11 @@ class StoredTraffic:
         seconds: its collectives, each once, by when they run; see `storage.Hop`.
         nbytes: bytes of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s
             type.
+        states: bytes of the optimizer's states on this device.
         apart: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
+        residual: bytes that compressed reductions keep from step to step.
     """
 
     tensor: TensorType
@@ -101,13 +105,14 @@ class StoredTraffic:
     trained: bool
     seconds: dict[str, float]
     nbytes: dict[str, float]
+    states: float
     apart: tuple[bool, bool]
     reducing: float
     at_end: bool
+    residual: float = 0.0
 
     def cost(
         self,
-        state_bytes: float,
         microbatches: int,
         waits: bool,
         again: float = 0.0,
@@ -117,7 +122,6 @@ class StoredTraffic:
         """Returns the price of the choice.
 
         Args:
-            state_bytes: optimizer state relative to the bytes of what it updates.
             microbatches: number in a step.
             waits: whether the program waits for each collective.
             again: share of its blocks that are recomputed in the backward, and gather it again.
@@ -139,10 +143,10 @@ class StoredTraffic:
         own_dtype = self.own != self.tensor
         # The kernel updates parts in a buffer of their own; others are updated in place.
         master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
-        state = state_bytes * updated + master if self.trained else 0.0
+        state = self.states + master if self.trained else 0.0
         host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
         nbytes: dict[Role, float] = {
-            "leaf": self.nbytes["held"] + state - host,
+            "leaf": self.nbytes["held"] + state - host + self.residual,
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,
@@ -158,7 +162,7 @@ class StoredTraffic:
             fetched,
             refetched,
             totals["reduce"],
-            totals["update"] + coming,
+            totals[OWNERS] + totals["update"] + coming,
             nbytes,
             host,
         )
@@ -170,6 +174,7 @@ def stored_traffic(
     storage: Storage,
     mesh: Mesh,
     model: CostModel,
+    rule: Rule,
     bucket: int = 1,
     precision: Precision = AS_IS,
 ) -> StoredTraffic:
@@ -180,14 +185,15 @@ def stored_traffic(
         trained: whether it has a gradient.
         storage: its storage.
         mesh, model: the devices and their prices.
+        rule: how it is updated.
         bucket: bytes of gradients or parameters that are sent together.
         precision: dtypes in which it is updated and its gradient sent.
     """
-    seconds = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
-    hops = storage.hops(tensor, mesh, 1, trained, precision)
-    for hop in hops:
-        seconds[hop.when] += hop.seconds(model.collective, bucket)
     own, sent = precision.updated(tensor, trained), precision.sent(tensor, trained)
+    seconds = dict.fromkeys((*EACH, "reduce", OWNERS, "update"), 0.0)
+    hops = storage.hops(tensor, mesh, 1, trained, precision)
+    for hop in (*hops, *(owner_hops(rule, storage, own, mesh) if trained else ())):
+        seconds[hop.when] += hop.seconds(model.collective, bucket)
     types = {"held": tensor, "used": tensor, "kept": tensor, "grads": own, "updated": own}
     nbytes = {
         name: float(getattr(storage, name).local_bytes(type, mesh)) for name, type in types.items()
@@ -204,7 +210,12 @@ def stored_traffic(
         levels.append(whole + after + reduction_staging(hop, whole, after, mesh, accelerator))
         before = after
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
-    return StoredTraffic(tensor, own, trained, seconds, nbytes, apart, max(levels), at_end)
+    part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
+    states = rule.local_nbytes(own, part, mesh.size) if trained else 0.0
+    residual = float(sum(hop.residual for hop in hops))
+    return StoredTraffic(
+        tensor, own, trained, seconds, nbytes, states, apart, max(levels), at_end, residual
+    )
 
 
 def bucket_of(graph: Graph) -> int:

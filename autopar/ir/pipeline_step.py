@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from autopar.ir.action import ALL, COMPUTE, TRANSFER, UPDATE, Action, Row, format_row
+from autopar.ir.action import ALL, COMPUTE, SYNC_AWAIT, TRANSFER, UPDATE, Action, Row, format_row
 
 Queue = Literal["link", "rank"]
 Placed = tuple[int, int]  # stage, copy
@@ -192,6 +192,12 @@ def versions(rows: Sequence[Row]) -> dict[Placed, int]:
                 key = action.stage, action.copy
                 found[key] = max(found.get(key, 1), action.age + 1)
     return found
+
+
+def ahead(rows: Sequence[Row], microbatches: int) -> int:
+    """Returns how many periods a replica may be ahead of the others: until it awaits their sums."""
+    awaited = [a.microbatch for row in rows for a in row if a.kind == SYNC_AWAIT]
+    return max((-(batch // microbatches) for batch in awaited if batch != ALL), default=0)
 
 
 def in_update(rows: Sequence[Row]) -> dict[Placed, int]:

@@ -1,14 +1,14 @@
-"""Graph + Plan -> the lowered program: functions of lines over named variables.
+"""Lowers a graph and a plan to a program: functions of lines over named variables.
 
-The emitter prints these lines, the simulator plays them, and whatever counts calls or collectives
-of a plan reads them, so that a price and the program that it is for cannot disagree.
+The emitter prints these lines, the simulator plays them, and all code that counts a plan's calls or
+collectives reads them, so that a price and its program cannot disagree.
 
-| to see | read |
+| subject | file |
 |---|---|
-| the lines that there are | `lines.py` |
-| how a graph becomes lines | `program.py` (functions), `function.py` (one function) |
-| what variables are called | `variables.py` |
-| how `p` names parameters | `parameter_keys.py` |
-| how lines are printed and parsed | `lowered_text.py` |
-| the layouts of a plan, by node | `planned_layouts.py` |
+| kinds of lines | `lines.py` |
+| from a graph to lines | `program.py` (functions), `function.py` (one function) |
+| names of variables | `variables.py` |
+| names of parameters in `p` | `parameter_keys.py` |
+| printing and parsing of lines | `lowered_text.py` |
+| layouts of a plan, by node | `planned_layouts.py` |
 """

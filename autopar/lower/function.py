@@ -1,7 +1,7 @@
-"""The lines of one function, in execution order: operators, and the resharding between them.
+"""Writes the lines of one function: operators in execution order, with the resharding between them.
 
-A value that several readers want in one layout is resharded once. A resharded value takes the
-variable of the old one where nothing reads that any more, so that its memory is given back.
+A value that several readers want in one layout is resharded once. A resharded value reuses the
+variable of the old value if nothing reads that any more, which frees its memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autopar.lower.planned_layouts import Placed
 from autopar.lower.variables import IDENTITIES, Names
 from autopar.operators.exchange import across
 
-# How a value is called that has gone through a collective while something still reads the old one.
-_DONE = {
+# Suffixes of the names of resharded values whose old value is still read.
+_SUFFIXES = {
     "all_gather": "gathered", "reduce_scatter": "scattered", "all_reduce": "summed",
     "all_to_all": "exchanged", "slice": "part",
 }  # fmt: skip
@@ -41,9 +41,9 @@ class Writer:
     """Writes the lines of one function.
 
     Args:
-        placed: the graph in the layouts of a plan.
-        nodes: those that the function computes, in order.
-        results: values that it returns or hands to other functions, each of which counts as a use.
+        placed: the graph with the layouts of a plan.
+        nodes: the nodes that the function computes, in order.
+        results: values that it returns or passes to other functions; each counts as a use.
     """
 
     def __init__(self, placed: Placed, nodes: Iterable[Node], results: Iterable[str]) -> None:
@@ -60,19 +60,19 @@ class Writer:
             self._uses[name] = self._uses.get(name, 0) + 1
 
     def hold(self, value: str, variable: str, layout: Layout) -> Bound:
-        """Say that `variable` holds `value`."""
+        """Records that a variable holds a value in a layout."""
         self.names.take(variable)
         self.held[value] = Bound(variable, value, layout)
         return self.held[value]
 
     def look_up(self, value: str) -> Bound:
-        """The variable that holds a value, or the leaf itself."""
+        """Returns the variable that holds a value, or the leaf itself."""
         return self.held.get(value) or self.hold(value, LEAF + value, self.placed.result(value))
 
     def operands(self, reads: Iterable[tuple[str, Layout]]) -> tuple[str, ...]:
-        """The variables that hold values in these layouts when one line reads them all.
+        """Returns the variables that hold values in the layouts in which one line reads them.
 
-        A value that the line reads in two layouts is in two variables.
+        A value that the line reads in two layouts has two variables.
         """
         variables, kept = list[str](), self._kept
         for value, layout in reads:
@@ -82,7 +82,7 @@ class Writer:
         return tuple(variables)
 
     def keep(self, variables: Iterable[str]) -> None:
-        """Give none of these variables another value from here on."""
+        """Protects variables from being reassigned in later lines."""
         self._kept |= frozenset(variables)
 
     def _operand(self, value: str, wanted: Layout) -> str:
@@ -107,34 +107,34 @@ class Writer:
             source = target
 
     def _target(self, value: str, variable: str, op: str = "") -> str:
-        """The variable of a resharded value: the old one where nothing reads that any more.
+        """Returns the variable for a resharded value: the old one if nothing reads that any more.
 
         Args:
             value: name of its node.
-            variable: what it is called before.
-            op: the last collective that it goes through, as `all_gather`.
+            variable: the variable of the old value.
+            op: the last collective on its way, such as `all_gather`.
         """
-        done = next((word for start, word in _DONE.items() if op.startswith(start)), "")
+        suffix = next((word for start, word in _SUFFIXES.items() if op.startswith(start)), "")
         if variable.startswith(LEAF):
             return self.names.fresh(value)
         owners = [name for name, held in self.held.items() if held.variable == variable]
         owners += [name for (name, _), copy in self._copies.items() if copy == variable]
         if variable in self._kept or any(self._uses.get(name, 0) for name in owners):
-            return self.names.fresh(f"{variable}_{done}" if done else variable)
+            return self.names.fresh(f"{variable}_{suffix}" if suffix else variable)
         return variable
 
     def _cite(self, source: Source) -> None:
-        """Name the user's line, where it is another than the one before."""
+        """Adds a line with the user's source, if it differs from the previous one."""
         if source.file and (source.file, source.line) != (self._source.file, self._source.line):
             self.lines.append(Cite(source))
         self._source = source
 
     def add(self, node: Node) -> None:
-        """Write one operator."""
+        """Writes one operator."""
         if node.op == "getitem":
             self._getitem(node)
         elif node.name in self.held or self._overlapped(node):
-            return  # it was written with another operator, before its place
+            return  # it was written earlier, together with another operator
         elif node.op in IDENTITIES:
             self._share(node)
         else:
@@ -149,7 +149,7 @@ class Writer:
         types = tuple(self.graph[name].type for name in node.inputs)
         wish = self.names.wish(node)
         borders = tuple(self.names.fresh(f"{wish}_halo") for _ in across(node, types, into)[:-1])
-        target = ""  # run for what it writes
+        target = ""  # it runs for its side effect
         if self._uses.get(node.name):
             target = self._unpacked(node, out) or self.names.fresh(wish)
         compute = Compute(node, operands, into, out, target, borders)
@@ -163,34 +163,36 @@ class Writer:
             self.hold(node.name, target, out[0] if step is None else step.dst)
 
     def _unpacked(self, node: Node, out: tuple[Layout, ...]) -> str:
-        """The variables of a kernel's several results, "a,_,b"; "" for other operators."""
+        """Names the variables of a kernel's results, "a,_,b"; returns "" for other operators."""
         if not node.op.startswith(PREFIX) or len(node.types) < 2:
             return ""
         readers = map(self.graph.__getitem__, self.graph.users[node.name])
-        takers = {reader.args[1]: reader for reader in readers}
+        readers_by_index = {reader.args[1]: reader for reader in readers}
         variables = []
         for index, layout in enumerate(out):
-            taker = takers.get(index)
-            variables.append(self.names.fresh("_" if taker is None else self.names.wish(taker)))
-            if taker is not None:
-                self.hold(taker.name, variables[-1], layout)
+            unpacking = readers_by_index.get(index)
+            variables.append(
+                self.names.fresh("_" if unpacking is None else self.names.wish(unpacking))
+            )
+            if unpacking is not None:
+                self.hold(unpacking.name, variables[-1], layout)
         return ",".join(variables)
 
     def _packing(self, node: Node, given: Layout) -> Step | None:
-        """The exchange that the operator itself makes, where a kernel writes what it sends."""
-        found = reader(self.graph, node) if PACK in self.placed.plan.fuse else None
-        if found is None:
+        """Returns the exchange that an operator's kernel packs, if it does."""
+        after = reader(self.graph, node) if PACK in self.placed.plan.fuse else None
+        if after is None:
             return None
-        _, wanted = self.placed.planned(found.name).operands[found.inputs.index(node.name)]
+        _, wanted = self.placed.planned(after.name).operands[after.inputs.index(node.name)]
         return packing(node, given, wanted, self.placed.resharder)
 
     def _getitem(self, node: Node) -> None:
-        """One of several results; it cannot be resharded before it is taken."""
+        """Writes the unpacking of one of several results; only then can it be resharded."""
         value, index = node.inputs[0], node.args[1]
         assert isinstance(index, int)
         self._uses[value] -= 1
         given, wanted = self.placed.result(value, index), self.placed.result(node.name)
-        if node.name in self.held:  # it was unpacked
+        if node.name in self.held:  # unpacked by the kernel's line
             target = self.held[node.name].variable
         else:
             self._cite(node.source)
@@ -201,7 +203,7 @@ class Writer:
         self.hold(node.name, target, wanted)
 
     def _share(self, node: Node) -> None:
-        """The identity: a variable of its own only where the layout changes."""
+        """Writes an identity; it gets a variable of its own only if the layout changes."""
         planned = self.placed.planned(node.name)
         value = node.inputs[0]
         if self.graph[value].op == "param" and self._use(node, self.graph[value]):
@@ -225,7 +227,7 @@ class Writer:
         self.hold(node.name, target, out)
 
     def _use(self, node: Node, leaf: Node) -> bool:
-        """A parameter as operators use it, if that is another tensor than what is stored."""
+        """Writes the use of a parameter, and returns whether its used and stored layouts differ."""
         storage = self.placed.storage(leaf)
         if storage.moves:
             self._uses[leaf.name] -= 1
@@ -235,29 +237,29 @@ class Writer:
         return storage.moves
 
     def _overlapped(self, node: Node) -> bool:
-        """Write a node with the collective before or behind it, if the two run side by side."""
+        """Writes a node and a collective that overlaps with it; returns whether it did."""
         if node.op not in (overlapped.LINEAR, overlapped.SHARE) or not self.placed.overlaps.near:
             return False
         return self._gathered(node) or self._scattered(node)
 
     def _gathered(self, node: Node) -> bool:
-        """The all_gather of what linears read, and those linears."""
+        """Writes an all_gather and the linears that read it as one call; returns whether it did."""
         read = self.look_up(node.inputs[0])
-        found = self.placed.overlaps.gather(node, read.layout)
-        if found is None:
+        overlap = self.placed.overlaps.gather(node, read.layout)
+        if overlap is None:
             return False
-        for name in (name for linear in found.linears for name in linear.inputs[1:]):
+        for name in (name for linear in overlap.linears for name in linear.inputs[1:]):
             self._ahead(name)
-        self._cite(found.linears[0].source)
-        parameters = iter(self.operands(self.placed.overlaps.parameters(found)))
-        value, step, whole = found.value, found.step, f"{read.variable}.gathered"
+        self._cite(overlap.linears[0].source)
+        parameters = iter(self.operands(self.placed.overlaps.parameters(overlap)))
+        value, step, whole = overlap.value, overlap.step, f"{read.variable}.gathered"
         self._uses[value.name] -= 1
-        move = Move(value.name, value.type, step, read.variable, whole, beside=found.linears)
-        # The sum is made by the product, of gradients that are copied side by side for it.
+        move = Move(value.name, value.type, step, read.variable, whole, beside=overlap.linears)
+        # The backward's product adds up the gradients, which are concatenated for it.
         shared = (Sum(node, whole),) if node.op == overlapped.SHARE else ()
         self.hold(node.name, whole, step.dst)
         linears = []
-        for linear in found.linears:
+        for linear in overlap.linears:
             planned = self.placed.planned(linear.name)
             into = tuple(layout for _, layout in planned.operands)
             out = tuple(layout for _, layout in planned.results)
@@ -269,21 +271,21 @@ class Writer:
         return True
 
     def _ahead(self, name: str) -> None:
-        """Write the lines of a parameter before its place."""
+        """Writes the lines of a parameter before its turn."""
         node = self.graph[name]
         if not node.is_leaf and name not in self.held:
             self._ahead(node.inputs[0])
             self.add(node)
 
     def _scattered(self, node: Node) -> bool:
-        """A linear and the reduce_scatter of its result."""
-        found = self.placed.overlaps.scatter(node)
-        if found is None:
+        """Writes a linear and the reduce_scatter of its result as one call; returns whether."""
+        overlap = self.placed.overlaps.scatter(node)
+        if overlap is None:
             return False
         self._cite(node.source)
-        operands = self.operands(zip(node.inputs, found.operands, strict=True))
+        operands = self.operands(zip(node.inputs, overlap.operands, strict=True))
         target = self.names.fresh(self.names.wish(node))
-        into, step = found.operands, found.step
+        into, step = overlap.operands, overlap.step
         compute = Compute(node, operands, into, (step.src,), target, apart=True)
         move = Move(node.name, node.type, step, target, target, beside=(node,))
         self.lines.append(Joined((compute, move)))

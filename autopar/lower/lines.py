@@ -1,7 +1,7 @@
-"""Lines of a lowered program: calls, exchanges, uses of parameters, and calls of blocks.
+"""Lines of a lowered program: calls, collectives, uses of parameters, and calls of blocks.
 
-A line reads and writes variables. A variable keeps its value alive until it is given another one or
-its function returns. A leaf of the graph is read by name, `%w`, and is no variable.
+A line reads and writes variables. A variable keeps its value alive until it is reassigned or its
+function returns. A leaf of the graph is not a variable; lines read it by name, `%w`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from autopar.ir.graph import Node, Source
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 
-LEAF = "%"  # before the name of a leaf, where a variable could stand
+LEAF = "%"  # prefix of a leaf's name in place of a variable
 
 
 @dataclass(frozen=True)
 class Cite:
-    """The user's source line that the next lines come from."""
+    """The user's source line for the lines that follow."""
 
     source: Source
 
@@ -31,12 +31,13 @@ class Compute:
     Attributes:
         node: an operator with global shapes.
         operands: variables or leaves, in the order of `node.inputs`.
-        into: the layouts in which they are read.
-        out: the layouts of the results.
-        target: the variable of the result, "" for an operator that runs for what it writes; of
-            several results that are unpacked at once "a,b".
-        borders: variables of what is fetched from neighbours first, one for each such call.
-        apart: whether its products run beside a collective.
+        into: layouts of the operands.
+        out: layouts of the results.
+        target: the variable of the result; "" if the operator runs for a side effect; "a,b" if
+            several results are unpacked.
+        borders: variables of the values that are first fetched from neighbours, one for each such
+            call.
+        apart: whether its products overlap with a collective.
     """
 
     node: Node
@@ -50,15 +51,15 @@ class Compute:
 
 @dataclass(frozen=True)
 class Move:
-    """`target = step(source)`, one step of a change of layout.
+    """`target = step(source)`, one step of resharding.
 
     Attributes:
-        value: the node whose value is moved.
+        value: the node whose value is resharded.
         tensor: its global type.
         step: the collective in each direction, and the layouts before and after.
         source: the variable or leaf that is read.
         target: the variable that is written.
-        beside: the linears whose products run meanwhile.
+        beside: the linears whose products overlap with it.
     """
 
     value: str
@@ -71,7 +72,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Use:
-    """`target = parameter`, as operators use it where it is stored otherwise."""
+    """`target = parameter`: brings a stored parameter into the layout in which operators use it."""
 
     leaf: Node
     storage: Storage
@@ -86,7 +87,8 @@ class Assign:
     Attributes:
         source: a variable, or the leaf of an input.
         target: a variable.
-        value: the node whose value it is, with its layout; "" where a loop begins.
+        value: the node whose value it is; "" at the start of a loop.
+        layout: of the value; None at the start of a loop.
     """
 
     source: str
@@ -97,14 +99,14 @@ class Assign:
 
 @dataclass(frozen=True)
 class Drop:
-    """The variable is no longer needed."""
+    """Frees a variable that is no longer needed."""
 
     variable: str
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The gradients of all readers of a share meet here, in the backward."""
+    """The place where the backward adds up the gradients of all readers of a share."""
 
     node: Node
     variable: str
@@ -112,24 +114,25 @@ class Sum:
 
 @dataclass(frozen=True)
 class Joined:
-    """Operators and a collective that are one call of the program.
+    """Operators and a collective that run as one call.
 
     Attributes:
-        lines: by themselves: an all_gather and the linears that run beside it; a linear and the
-            reduce_scatter that runs beside it; or an operator that writes what an all_to_all sends.
+        lines: the separate lines: an all_gather and the linears that overlap with it; a linear and
+            the reduce_scatter that overlaps with it; or an operator that writes the message of an
+            all_to_all.
     """
 
     lines: tuple[Compute | Move | Sum | Drop, ...]
 
     @property
     def move(self) -> Move:
-        """The collective."""
+        """The line of the collective."""
         (move,) = (line for line in self.lines if isinstance(line, Move))
         return move
 
     @property
     def operators(self) -> tuple[Compute, ...]:
-        """The operators, in execution order."""
+        """The lines of the operators, in execution order."""
         return tuple(line for line in self.lines if isinstance(line, Compute))
 
 
@@ -147,7 +150,13 @@ Line = Cite | Compute | Move | Use | Assign | Drop | Sum | Joined | Call
 
 @dataclass(frozen=True)
 class Bound:
-    """A variable, or a leaf, with the value that it holds."""
+    """A variable or leaf with the value that it holds.
+
+    Attributes:
+        variable: its name.
+        value: the node whose value it holds.
+        layout: of the value.
+    """
 
     variable: str
     value: str
@@ -156,13 +165,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Function:
-    """Lines with the variables that they begin with and those that they return.
+    """Lines with the variables that they take and return.
 
     Attributes:
         name: of the function in the program.
-        arguments: what a caller passes.
+        arguments: variables that a caller passes.
         lines: in execution order.
-        results: what it returns.
+        results: variables that it returns.
     """
 
     name: str
@@ -171,7 +180,7 @@ class Function:
     results: tuple[Bound, ...]
 
     def __iter__(self) -> Iterator[Line]:
-        """The lines, those that run as one call one by one."""
+        """Yields the lines, including each of those that run as one call."""
         for line in self.lines:
             if isinstance(line, Joined):
                 yield from line.lines
@@ -184,10 +193,10 @@ class Lowered:
     """The program of a plan, or of a stage of a pipeline.
 
     Attributes:
-        forward: computes what training needs, the loss or what is sent to other stages.
+        forward: computes the loss, or the values that are sent to other stages.
         blocks: one function for each run of repeated blocks, written for its first block.
-        aside: goes on behind `forward` for outputs that training does without; None if there are
-            none. It reads forward's variables.
+        aside: computes outputs that training does not need, from the variables of `forward`; None
+            if there are none.
     """
 
     forward: Function
@@ -196,10 +205,10 @@ class Lowered:
 
     @property
     def trained(self) -> Iterator[tuple[Line, int | None]]:
-        """What a step of training runs, in execution order, without `aside`.
+        """The lines of a training step in execution order, without `aside`.
 
-        Each line stands beside the number of the run of blocks that it is in, None outside of
-        blocks; lines that run as one call are one.
+        Each line comes with the number of the run of blocks that it belongs to, or None outside of
+        blocks; lines that run as one call are one line.
         """
         for line in self.forward.lines:
             if isinstance(line, Call):

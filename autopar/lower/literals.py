@@ -1,8 +1,8 @@
-"""Text from outside in generated Python: as a literal, in a comment, in a docstring.
+"""Escapes text from outside for generated Python: in literals, comments and docstrings.
 
-Names of classes, parameters and files, the user's lines and all that a plan says get into source
-through these functions only. None of them can end a line or the literal that it stands in.
-Characters that are not to be seen, or turn the order in which a line is read, are escaped.
+Names of classes, parameters and files, the user's lines and everything that a plan says enter
+source only through these functions. No such text can end a line or the literal around it. Invisible
+characters, and those that change the reading direction, are escaped.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Iterable
 
 
 def quoted(text: str) -> str:
-    """A literal in double quotes that reads back as `text`."""
+    """Returns a literal in double quotes that evaluates to `text`."""
     return f'"{printable(_escaped(text))}"'
 
 
 def formatted(before: str, variable: str, after: str) -> str:
-    """A literal that puts the value of a variable between two texts."""
+    """Returns an f-string literal with the value of a variable between two texts."""
     parts = (part.replace("{", "{{").replace("}", "}}") for part in map(_escaped, (before, after)))
     return "f" + '"{}"'.format(printable(f"{{{variable}}}".join(parts)))
 
 
 def names_text(names: tuple[str, ...]) -> str:
-    """One name as a literal, several as a tuple of literals."""
+    """Returns one name as a literal, several names as a tuple of literals."""
     return quoted(names[0]) if len(names) == 1 else f"({', '.join(map(quoted, names))})"
 
 
 def comment(text: str) -> str:
-    """A comment of one line."""
+    """Returns a comment of one line."""
     return f"# {printable(text)}".rstrip()
 
 
 def shortened(text: str, width: int) -> str:
-    """The text cut to a width between two words, with " ..." where something is left out."""
+    """Truncates text between two words, with " ..." at the end."""
     text = printable(text)
     if len(text) <= width:
         return text
@@ -43,13 +43,13 @@ def shortened(text: str, width: int) -> str:
 
 
 def docstring(lines: Iterable[str]) -> str:
-    """A literal in three quotes, the closing ones on a line of their own behind several lines."""
+    """Returns a literal in triple quotes, which end on a line of their own after several lines."""
     safe = [printable(_escaped(line)) for line in lines]
     return '"""' + "\n".join(safe) + ("\n" if len(safe) > 1 else "") + '"""'
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes in place of what is not printed."""
+    """Returns the text on one line, with escapes for unprintable characters."""
     return "".join(sign if sign.isprintable() else _code(sign) for sign in text)
 
 
@@ -58,5 +58,5 @@ def _escaped(text: str) -> str:
 
 
 def _code(sign: str) -> str:
-    """The escape of one character in a literal."""
+    """Returns the escape of one character in a literal."""
     return sign.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""Lowered program <-> text, exactly.
+"""Prints lowered programs as text and parses them back exactly.
 
     def forward():
         x = %x : %x [8@data, 16]
@@ -7,9 +7,9 @@
         fc = all_reduce %linear(fc) : [8@data, 16] +sum(gpu) -> [8@data, 16] | over gpu | ...
         return fc: %linear [8@data, 16]
 
-A line names the node of the graph that it computes or moves; the graph has the rest. The functions
-of repeated blocks come first, then `forward`, and `aside` where there are outputs that training
-does without. What follows `|` are a line's further attributes.
+A line names the node of the graph that it computes or reshards; everything else stands in the
+graph. The functions of repeated blocks come first, then `forward`, then `aside` if there are
+outputs that training does not need. Further attributes of a line follow `|`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _BOUND = re.compile(r"(\S+): %(\w+) (\[[^:]*)")
 
 
 def format_lowered(program: Lowered, graph: Graph) -> str:
-    """The program as text; `parse_lowered` gives back an equal program.
+    """Returns the program as text, which `parse_lowered` reads.
 
     Args:
-        program: lowered.
-        graph: that it is of.
+        program: the lowered program.
+        graph: its graph.
     """
     functions = [*program.blocks, program.forward]
     functions += [] if program.aside is None else [program.aside]
@@ -81,7 +81,7 @@ def _format_bounds(bounds: Iterable[Bound], graph: Graph) -> str:
 
 
 def _format_line(line: Line, graph: Graph) -> str:
-    """One line without its indentation."""
+    """Returns one line without its indentation."""
     if isinstance(line, Cite):
         return f"# {format_source(line.source)}"
     if isinstance(line, Compute):
@@ -123,14 +123,14 @@ def _format_move(line: Move) -> str:
     )
     for direction, call in (("forward", step.forward), ("backward", step.backward)):
         if call is not None:
-            words = (call.kind, str(call.nbytes), str(call.quantised), *call.axes)
-            text += _attribute(direction, words)
+            parts = (call.kind, str(call.nbytes), str(call.quantised), *call.axes)
+            text += _attribute(direction, parts)
             text += _attribute(f"{direction}-by", (call.algorithm,) if call.algorithm else ())
     return text + _attribute("beside", [node.name for node in line.beside])
 
 
-def _attribute(name: str, words: Iterable[str]) -> str:
-    text = " ".join(words)
+def _attribute(name: str, values: Iterable[str]) -> str:
+    text = " ".join(values)
     return f" | {name} {text}" if text else ""
 
 
@@ -140,15 +140,15 @@ def _format_layouts(layouts: Iterable[Layout], shapes: Iterable[tuple[int, ...]]
 
 
 def parse_lowered(text: str, graph: Graph) -> Lowered:
-    """Read what `format_lowered` writes.
+    """Parses the text of `format_lowered`.
 
     Args:
         text: the program.
-        graph: that it is of.
+        graph: its graph.
 
     Raises:
-        GraphError: a line cannot be read, or names a node that the graph does not have.
-        LayoutError: a layout cannot be read.
+        GraphError: a line is malformed, or names a node that the graph does not have.
+        LayoutError: a layout is malformed.
     """
     functions: list[Function] = []
     name, arguments, lines = "", tuple[Bound, ...](), list[Line]()
@@ -188,12 +188,12 @@ def _parse_bounds(text: str) -> tuple[Bound, ...]:
     for part in text.split("; ") if text else ():
         match = _BOUND.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no variable with its value and layout")
+            raise ValueError(f"{part!r} is not a variable with its value and layout")
         bounds.append(Bound(match[1], match[2], Layout.parse(match[3])[1]))
     return tuple(bounds)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(", ")) if text else ()
 
 
@@ -207,7 +207,7 @@ def _parse_line(line: str, graph: Graph) -> Line:
     if line.startswith("drop "):
         return Drop(line.removeprefix("drop "))
     if match := _LOOP.fullmatch(line):
-        return Call(int(match["run"]), _words(match["targets"]), _words(match["outside"]))
+        return Call(int(match["run"]), _names(match["targets"]), _names(match["outside"]))
     head, *rest = line.split(" | ")
     attributes = {key: tuple(words) for key, *words in (part.split() for part in rest)}
     if (match := _NODE.fullmatch(head)) is None:
@@ -218,7 +218,7 @@ def _parse_line(line: str, graph: Graph) -> Line:
 def _parse_assign(line: str) -> Assign:
     match = _ASSIGN.fullmatch(line)
     if match is None:
-        raise ValueError("it is none of the lines of a lowered program")
+        raise ValueError("it is not a line of a lowered program")
     if match["bound"] is None:
         return Assign(match["source"], match["target"])
     (bound,) = _parse_bounds(f"{match['target']}: {match['bound']}")
@@ -226,7 +226,7 @@ def _parse_assign(line: str) -> Assign:
 
 
 def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], graph: Graph) -> Line:
-    """A line that names a node."""
+    """Parses a line that names a node."""
     node, target, read = graph[match["node"]], match["target"] or "", match["read"]
     before, _, after = (match["types"] or "").partition("->")
     if match["word"] == "sum":
@@ -234,7 +234,7 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     if match["word"] == "compute":
         borders, apart = attributes.get("borders", ()), "apart" in attributes
         into, out = _layouts(before), _layouts(after)
-        return Compute(node, _words(read), into, out, target, borders, apart)
+        return Compute(node, _names(read), into, out, target, borders, apart)
     if match["word"] == "use":
         return Use(node, Storage(*_layouts(before)), read, target)
     (src,), (dst,) = _layouts(before), _layouts(after)
@@ -251,6 +251,6 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     return Move(node.name, node.type, step, read, target, beside)
 
 
-def _parse_collective(words: tuple[str, ...], by: tuple[str, ...]) -> Collective:
-    kind, nbytes, quantised, *axes = words
+def _parse_collective(parts: tuple[str, ...], by: tuple[str, ...]) -> Collective:
+    kind, nbytes, quantised, *axes = parts
     return Collective(kind, tuple(axes), int(nbytes), int(quantised), " ".join(by))

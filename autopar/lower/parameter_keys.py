@@ -1,7 +1,7 @@
-"""How a generated program names its parameters and buffers in `p`.
+"""Names the parameters and buffers of a generated program in its mapping `p`.
 
-Outside of blocks by a text, in a block that is called in a loop by a pattern that counts, or, where
-the names do not count up evenly, by a table of names.
+Outside of blocks a key is a text; in a block that is called in a loop it is a pattern with the
+loop's counter, or an entry of a table if the names do not count up evenly.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from autopar.lower.literals import formatted, quoted
 
 @dataclass(frozen=True)
 class Keys:
-    """How the blocks of a run name their parameters: by literals in `i`, or a table of names.
+    """The names of parameters in the blocks of a run: patterns in `i`, or a table.
 
     Attributes:
         repeat: the run.
         patterns: leaf of the first block -> the expression that reads it.
-        names: leaf of the first block -> the literal of its name; {} where there is a table.
-        start: what `i` is in the first block.
-        table: the source of the table, "" without one.
+        names: leaf of the first block -> the literal of its name; {} if there is a table.
+        start: the value of `i` in the first block.
+        table: the source of the table, "" if there is none.
     """
 
     repeat: Repeat
@@ -32,29 +32,29 @@ class Keys:
     table: str
 
     def read(self, name: str) -> str:
-        """The expression for a leaf of the first block."""
+        """Returns the expression for a leaf of the first block."""
         return self.patterns[name]
 
 
 def leaf_key(node: Node) -> str:
-    """The key of a parameter or buffer in a program's `p`, equal to its `Parameter.key`."""
-    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
+    """Returns the key of a parameter or buffer in a program's `p`, equal to its `Parameter.key`."""
+    dim, start, length = (node.keyword(name) for name in ("dim", "start", "length"))
     if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
         return key_of(node.target, (dim, start, start + length))
     return key_of(node.target)
 
 
 def block_keys(graph: Graph, repeat: Repeat, name: str) -> Keys:
-    """Find one integer that counts up through all names, else fall back to a table."""
+    """Names the parameters of a run by a number that counts up through all names, or by a table."""
     first = repeat.iterations[0]
     places = [j for j, node in enumerate(first) if graph[node].is_leaf]
     leaves = [[graph[block[j]] for block in repeat.iterations] for j in places]
     starts, patterns, names = set(), {}, {}
     for place, row in zip(places, leaves, strict=True):
-        found = _pattern([leaf.target for leaf in row])
-        if found is None:
+        pattern = _pattern([leaf.target for leaf in row])
+        if pattern is None:
             break
-        start, before, after = found
+        start, before, after = pattern
         key = leaf_key(row[0])
         starts.add(start)
         names[first[place]] = formatted(before, "i", after)
@@ -71,7 +71,7 @@ def block_keys(graph: Graph, repeat: Repeat, name: str) -> Keys:
 
 
 def _pattern(names: list[str]) -> tuple[int, str, str] | None:
-    """("h.3.w", "h.4.w") -> (3, "h.", ".w"); None unless one number counts up."""
+    """Splits names around a number that counts up: ("h.3.w", "h.4.w") -> (3, "h.", ".w")."""
     parts = [re.split(r"(?<=\.)(\d{1,9})(?=\.)", "." + name + ".") for name in names]
     if len({len(part) for part in parts}) != 1:
         return None
@@ -86,13 +86,13 @@ def _pattern(names: list[str]) -> tuple[int, str, str] | None:
 
 
 def key_of(name: str, piece: tuple[int, int, int] | None = None) -> str:
-    """What a program calls a tensor: its name, or "qkv.weight[:, 0:768]" for a piece of it.
+    """Returns a program's key for a tensor: its name, or "qkv.weight[:, 0:768]" for a slice of it.
 
-    No two have one key: a name that ends like a piece's, as users may write, is followed by "[:]".
+    Keys are unique: "[:]" is appended to a user's name that ends like a slice.
 
     Args:
         name: in the model's state_dict.
-        piece: dimension, start and stop; None for all of it.
+        piece: dimension, start and stop; None for the whole tensor.
     """
     if piece is None:
         return f"{name}[:]" if name.endswith("]") else name

@@ -1,4 +1,4 @@
-"""A graph in the layouts of a plan: what code generation and the simulator both look up."""
+"""A graph with the layouts of a plan, as code generation and the simulator look them up."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autopar.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class Placed:
-    """A graph in the layouts of a plan.
+    """A graph with the layouts of a plan.
 
     Attributes:
-        graph: prepared, with its repeats.
+        graph: the prepared graph with its repeats.
         plan: a layout for every node of the folded graph.
-        price: seconds of one collective.
+        price: predicts the seconds of one collective.
     """
 
     graph: Graph
@@ -35,12 +35,12 @@ class Placed:
 
     @cached_property
     def resharder(self) -> Resharder:
-        """Chooses the steps of a change of layout, by price."""
+        """Chooses the steps of resharding by price."""
         plan = self.plan
         return Resharder(plan.mesh, self.price, plan.precision.widened, plan.collectives.named)
 
     def planned(self, name: str) -> NodePlan:
-        """The plan's entry for a node of any block.
+        """Returns the plan's entry for a node of any block.
 
         Raises:
             PlanMismatchError: it has none.
@@ -48,15 +48,15 @@ class Placed:
         return entry_of(self.plan, self.graph, name)
 
     def result(self, name: str, index: int = 0) -> Layout:
-        """The layout that a node gives its result."""
+        """Returns the layout of a node's result."""
         return self.planned(name).results[index][1]
 
     def storage(self, leaf: Node) -> Storage:
-        """Where a parameter and its states lie.
+        """Returns the storage of a parameter and its states.
 
         Raises:
-            PlanMismatchError: the plan does not say it.
-            LayoutError: it says what cannot be.
+            PlanMismatchError: the plan has none.
+            LayoutError: it is impossible.
         """
         self.planned(leaf.name)
         (share,) = self.graph.users[leaf.name]
@@ -65,7 +65,7 @@ class Placed:
 
     @cached_property
     def overlaps(self) -> Overlaps:
-        """Which collectives run beside linears."""
+        """Finds the collectives that overlap with linears."""
         plan = self.plan
         switched = ASYNC in plan.fuse
         return Overlaps(
@@ -78,7 +78,7 @@ class Placed:
 
 
 def entry_of(plan: StagePlan, graph: Graph, name: str) -> NodePlan:
-    """The plan's entry for a node of any block.
+    """Returns the plan's entry for a node of any block.
 
     Raises:
         PlanMismatchError: it has none.

@@ -1,4 +1,4 @@
-"""Graph + StagePlan -> the lowered program: `forward`, and a function for each run of blocks."""
+"""Lowers a graph and a plan: `forward`, and a function for each run of blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from autopar.stage_plan import StagePlan
 
 
 def lower(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> Lowered:
-    """The program of a plan, line by line.
+    """Lowers a graph and its plan to a program.
 
     Args:
-        graph: prepared, with its repeats.
+        graph: the prepared graph with its repeats.
         plan: a layout for every node of the folded graph.
-        price: seconds of one collective, by which changes of layout are chosen.
+        price: predicts the seconds of one collective, to choose the steps of resharding.
+
+    Returns:
+        The program, line by line.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -36,14 +39,14 @@ def lower(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -
 
 
 def _carried(placed: Placed, repeat: Repeat) -> list[Layout]:
-    """The layout of each carried value where a block begins."""
+    """Returns the layout of each carried value at the start of a block."""
     first, users = set(repeat.iterations[0]), placed.graph.users
     shares = (next(name for name in users[e] if name in first) for e, _ in repeat.carried)
     return [placed.planned(share).operands[0][1] for share in shares]
 
 
 def _outside(graph: Graph, repeat: Repeat) -> list[str]:
-    """The values that a block reads which are neither its own, carried, nor stored by name."""
+    """Returns the values from outside that a block reads, except parameters and buffers."""
     inside = set(repeat.iterations[0]) | {entry for entry, _ in repeat.carried}
     nodes = (graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf)
     reads = dict.fromkeys(name for node in nodes for name in node.inputs)
@@ -52,7 +55,7 @@ def _outside(graph: Graph, repeat: Repeat) -> list[str]:
 
 
 def _block(placed: Placed, repeat: Repeat, others: Sequence[str]) -> Function:
-    """The function of one run of blocks, which none of `others` is called.
+    """Lowers one run of blocks to a function, whose name is not one of `others`.
 
     It takes the carried values, and returns them for the next block.
     """
@@ -78,7 +81,7 @@ def _block(placed: Placed, repeat: Repeat, others: Sequence[str]) -> Function:
 
 
 def _results(writer: Writer, reads: Iterable[tuple[str, Layout]]) -> tuple[Bound, ...]:
-    """Values in the layouts in which a function returns them."""
+    """Returns values in the layouts in which a function returns them."""
     reads = list(reads)
     variables = writer.operands(reads)
     return tuple(
@@ -88,7 +91,7 @@ def _results(writer: Writer, reads: Iterable[tuple[str, Layout]]) -> tuple[Bound
 
 
 def _forward(placed: Placed, blocks: Sequence[Function]) -> Lowered:
-    """The program: what computes the outputs from the batch, and the blocks that it calls."""
+    """Lowers everything outside of blocks, and the calls of blocks."""
     graph = placed.graph
     home = {
         n: run for run, repeat in enumerate(graph.repeats) for it in repeat.iterations for n in it
@@ -100,7 +103,7 @@ def _forward(placed: Placed, blocks: Sequence[Function]) -> Lowered:
     used += [node for _, node in graph.outputs]
     writer = Writer(placed, nodes, used)
     for block in blocks:
-        writer.names.take(block.name)  # no variable may hide it
+        writer.names.take(block.name)  # no variable may shadow it
     _inputs(writer, {name for node in nodes for name in node.inputs} | set(used))
     called: set[int] = set()
     for node in graph.nodes:
@@ -127,7 +130,7 @@ def _forward(placed: Placed, blocks: Sequence[Function]) -> Lowered:
 
 
 def _inputs(writer: Writer, wanted: set[str]) -> None:
-    """A variable for each input that is read."""
+    """Assigns a variable to each input that is read."""
     graph = writer.graph
     for leaf in (*graph.leaves("input"), *graph.leaves("received")):
         if leaf.name in wanted:
@@ -139,14 +142,14 @@ def _inputs(writer: Writer, wanted: set[str]) -> None:
 
 
 def _outputs(writer: Writer, aside: bool) -> tuple[Bound, ...]:
-    """The outputs that training needs, or those that it does without, in their final layouts."""
+    """Returns the outputs of training, or with `aside` the others, in their final layouts."""
     graph = writer.graph
     nodes = [node for _, node in graph.outputs if (node in graph.aside) == aside]
     return _results(writer, ((node, output_layout(writer.placed, node)) for node in nodes))
 
 
 def _call(writer: Writer, run: int, outside: Sequence[str]) -> None:
-    """The loop over the blocks of a run."""
+    """Writes the loop over the blocks of a run."""
     placed, repeat = writer.placed, writer.graph.repeats[run]
     layouts = _carried(placed, repeat)
     entries = (entry for entry, _ in repeat.carried)
@@ -162,9 +165,12 @@ def _call(writer: Writer, run: int, outside: Sequence[str]) -> None:
 
 
 def output_layout(placed: Placed, node: str) -> Layout:
-    """The layout of an output: the loss is whole on every device, others stay as they are."""
+    """Returns the layout of an output: the loss is replicated, other outputs keep their layouts.
+
+    A loss that the plan adds up later keeps its layout, too.
+    """
     graph = placed.graph
-    if node == graph.loss:
+    if node == graph.loss and not placed.plan.late_loss:
         return Layout.replicated(len(graph[node].type.shape))
     for repeat in graph.repeats:
         last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))

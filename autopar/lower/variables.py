@@ -1,4 +1,4 @@
-"""Names of variables: a reader of the emitted program should recognise the model in them."""
+"""Names variables so that a reader of the emitted program recognises the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ir.graph import WRITE, Graph, Node
 from autopar.operators.assume import ASSUME
 from autopar.operators.own_functions import called
 
-# Names that mean something else in a generated program.
+# Names with another meaning in a generated program.
 RESERVED = (
     *dir(builtins),
     "torch",
@@ -35,23 +35,23 @@ RESERVED = (
     "keep_products",
     "repeatable",
 )
-# Operators that stand for a layout and compute nothing.
+# Operators that set a layout and compute nothing.
 IDENTITIES = ("autopar.share", "autopar.shard")
 _LONGEST = 60  # characters of a name
-_WORDS = {
+_OPERATOR_NAMES = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "cross_entropy",
     "sum": "total",
     "pow": "power",
 }
-# Views and copies in another shape -> what these are, behind the name of what they are of.
+# Views and reshaping copies -> the suffix for the name of their input.
 _VIEWS = {
     "reshape": "reshaped", "t": "transposed", "transpose": "transposed", "permute": "permuted",
     "unsqueeze": "unsqueezed", "squeeze": "squeezed", "expand": "expanded", "slice": "part",
     "select": "part", "flip": "flipped", "pad": "padded",
 }  # fmt: skip
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
-# Operators with several results -> what these are.
+# Operators with several results -> the names of these.
 _RESULTS = {
     "var_mean": ("variance", "mean"), "std_mean": ("deviation", "mean"),
     "topk": ("values", "indices"), "sort": ("values", "indices"), "max": ("values", "indices"),
@@ -71,11 +71,11 @@ _SEVERAL = re.compile(r"return [^()]*(\([^()]*\)[^()]*)*,")  # a line that retur
 
 
 class Names:
-    """The names of one function's variables, each given out once.
+    """The names of one function's variables, each used once.
 
     Args:
-        graph: whose values are named.
-        nodes: those that the function computes, in order.
+        graph: the graph whose values are named.
+        nodes: the nodes that the function computes, in order.
     """
 
     def __init__(self, graph: Graph, nodes: Iterable[Node]) -> None:
@@ -90,11 +90,11 @@ class Names:
         }
 
     def take(self, name: str) -> None:
-        """Give this name to nothing else."""
+        """Reserves a name."""
         self._taken.add(name)
 
     def fresh(self, wish: str) -> str:
-        """A name like `wish` that nothing has yet."""
+        """Returns an unused name similar to `wish`, and reserves it."""
         wish = identifier(wish)
         name, count = wish, 1
         while name in self._taken:
@@ -104,8 +104,8 @@ class Names:
         return name
 
     def wish(self, node: Node) -> str:
-        """The name that a person would give a node's value."""
-        if node.op == "received":  # named as where it comes from
+        """Returns the name that a programmer would give a node's value."""
+        if node.op == "received":  # named as in the stage that sends it
             assigned = _ASSIGNED.match(node.source.text)
             return assigned[1] if assigned else node.name
         if node.is_leaf:
@@ -116,7 +116,7 @@ class Names:
             return self.wish(self.graph[node.inputs[0]])
         module = node.source.module.rpartition(".")[2]
         op = node.op
-        if op == "getitem" and node.args[1] == 0:  # a kernel's first result is its own
+        if op == "getitem" and node.args[1] == 0:  # named after the kernel
             op = self.graph[node.inputs[0]].op
         if op in _NAMED_AFTER_MODULE and module.isidentifier():
             return module
@@ -126,40 +126,40 @@ class Names:
             return re.split(r"[.:]", function[0])[-1].lower()
         if node.op == "aten.to.dtype":
             return f"{self.wish(self.graph[node.inputs[0]])}_{node.type.dtype}"
-        if (word := _word(node.op)) in _VIEWS and node.op.startswith("aten."):
+        if (word := _base_name(node.op)) in _VIEWS and node.op.startswith("aten."):
             return f"{self.wish(self._viewed(node))}_{_VIEWS[word]}"
         if node.op == "getitem":
-            several = _RESULTS.get(_word(self.graph[node.inputs[0]].op), ())
+            several = _RESULTS.get(_base_name(self.graph[node.inputs[0]].op), ())
             at = node.args[1]
             if isinstance(at, int) and at < len(several):
                 return several[at]
             return f"{self.wish(self._viewed(node))}_part"
-        return _WORDS.get(word, word).strip("_")
+        return _OPERATOR_NAMES.get(word, word).strip("_")
 
     def _viewed(self, node: Node) -> Node:
-        """The value that a node is a view of, behind views without a name of their own."""
+        """Returns the value that a node is a view of, skipping views without a name."""
         read = self.graph[node.inputs[0]]
         unnamed = read.name not in self._roles and not read.is_leaf
-        if read.op in IDENTITIES or (unnamed and _word(read.op) in (*_VIEWS, *_SPLITS)):
+        if read.op in IDENTITIES or (unnamed and _base_name(read.op) in (*_VIEWS, *_SPLITS)):
             return self._viewed(read)
         return read
 
 
-def _word(op: str) -> str:
-    """The operator's own name, "add" of "aten.add.Tensor"."""
+def _base_name(op: str) -> str:
+    """Returns the operator's base name, "add" for "aten.add.Tensor"."""
     return op.split(".")[1] if "." in op else op
 
 
 def identifier(wish: str) -> str:
-    """A name like `wish` that Python takes and that reads in one way only: letters of ASCII."""
+    """Returns a valid Python identifier similar to `wish`, in ASCII."""
     name = re.sub(r"\W", "_", wish, flags=re.ASCII)[:_LONGEST]
     return name if name.isidentifier() and not keyword.iskeyword(name) else f"v_{name}"
 
 
 def _assigned(nodes: list[Node]) -> dict[str, str]:
-    """The last node of a line `name = ...` of the user's code -> that name.
+    """Maps the last node of a user's line `name = ...` to that name.
 
-    What a line computes before it calls a module, `a * b` of `x = a * b + self.act(c)`, is not it.
+    In `x = a * b + self.act(c)`, the product `a * b` is computed before the module, and is not `x`.
     """
     names: dict[str, str] = {}
     for place, node in enumerate(nodes):
@@ -170,7 +170,7 @@ def _assigned(nodes: list[Node]) -> dict[str, str]:
 
 
 def _goes_on(node: Node, rest: Iterable[Node]) -> bool:
-    """Whether more of a node's line is computed, by itself or in modules that it calls."""
+    """Returns whether more of a node's line is computed later, here or in a module it calls."""
     for after in rest:
         if _line(after) == _line(node):
             return True
@@ -181,7 +181,7 @@ def _goes_on(node: Node, rest: Iterable[Node]) -> bool:
 
 
 def _unpacked(graph: Graph, nodes: list[Node]) -> dict[str, str]:
-    """The results of a line `a, b = ...` of the user's code -> their names, if it has as many."""
+    """Maps the results of a user's line `a, b = ...` to these names, if their numbers agree."""
     names: dict[str, str] = {}
     for _, line in groupby(nodes, _line):
         group = list(line)
@@ -197,7 +197,7 @@ def _unpacked(graph: Graph, nodes: list[Node]) -> dict[str, str]:
 
 
 def _readers(graph: Graph, name: str) -> Iterator[str]:
-    """The operators that read a value; those of a share read what it is of."""
+    """Yields the operators that read a value; for a share, those that read the shared value."""
     for user in graph.users[name]:
         if graph[user].op in IDENTITIES:
             yield from _readers(graph, user)
@@ -206,12 +206,12 @@ def _readers(graph: Graph, name: str) -> Iterator[str]:
 
 
 def _line(node: Node) -> tuple[str, int, str]:
-    """The line of the user's code; several modules may stand in one."""
+    """Returns the line of the user's code; several modules may stand in one line."""
     return node.source.file, node.source.line, node.source.text
 
 
 def _returned(graph: Graph, nodes: list[Node]) -> dict[str, str]:
-    """The last value of a module that others read -> its name, as `self.norm(x)` has it."""
+    """Maps the last value of a module that is read outside of it to the module's name."""
     names: dict[str, str] = {}
     modules = {node.name: f"{node.source.module}." for node in nodes}
     for place, (node, after) in enumerate(zip_longest(nodes, nodes[1:])):
@@ -232,7 +232,7 @@ def _returned(graph: Graph, nodes: list[Node]) -> dict[str, str]:
 
 
 def _buffer(graph: Graph, name: str) -> str:
-    """The last name of a buffer, of which `name` may be a view."""
+    """Returns the last part of a buffer's name, given the buffer or a view of it."""
     node = graph[name]
     while not node.is_leaf:
         node = graph[node.inputs[0]]
@@ -240,7 +240,7 @@ def _buffer(graph: Graph, name: str) -> str:
 
 
 def _consumed(graph: Graph, nodes: list[Node]) -> dict[str, str]:
-    """A value that one module alone reads, or a buffer -> "down_proj_input", "new_running_mean"."""
+    """Names a value after its only reader: "down_proj_input", or a buffer's "new_running_mean"."""
     readers: dict[str, set[str]] = {}
     for reader in nodes:
         first = next(iter(reader.inputs), "")

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.mixture import MIXTURE
+from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -73,6 +73,8 @@ def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
     if form.sized:
         (dim,) = form.dims(node, types)
         more += (("size", types[form.operand].shape[dim]),)
+    if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
+        more += (("over", _one(over)),)
     return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
@@ -86,6 +88,8 @@ def exchanged(
     axes = _axes(form, node, types, operands) if form is not None else ()
     if form is None or not axes:
         return (), ()
+    if node.op == MIXTURE:
+        return _dispatch(node, types, operands, mesh)
     if form.method == "linear_cross_entropy":
         return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
     looked = form.dims(node, types)
@@ -106,6 +110,25 @@ def exchanged(
         most, sums = calls[0]
         calls[0] = (most, replace(sums, nbytes=sums.nbytes // 2 * 3))
     return calls[0], calls[1] if node.requires_grad else ()
+
+
+def _dispatch(
+    node: Node, types: Types, operands: Layouts, mesh: Mesh
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Returns the all_to_all of rows to their experts and back, and that of their numbers.
+
+    Every device is assumed to have as many rows as the others.
+    """
+    over = dispatch_axes(node, operands)
+    if not over:
+        return (), ()
+    kinds, layouts = by_name(node, types), by_name(node, operands)
+    rows = TensorType(kinds["x"].dtype, (kinds["ids"].numel, kinds["x"].shape[-1]))
+    tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
+    local = Layout((tokens, ())).local_bytes(rows, mesh)
+    counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
+    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (local, counts))
+    return (known, there, there), (there, there) if node.requires_grad else ()
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:

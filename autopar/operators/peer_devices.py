@@ -6,6 +6,7 @@ communication and that of its gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,17 @@ class Peers(Protocol):
         """Returns the tensors sent by the previous and the next device, None at the ends.
 
         `before` is sent to the previous device, `after` to the next. All devices send equal shapes.
+        """
+        ...
+
+    def swap(self, x: Tensor) -> Tensor:
+        """Sends x[i] to device i; returns, in the same places, what each has sent."""
+        ...
+
+    def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
+        """Sends the first sends[0] rows of x to device 0, the next to device 1, and so on.
+
+        Returns the rows that arrive, takes[0] from device 0, and so on.
         """
         ...
 
@@ -93,6 +105,26 @@ def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
     """Returns x with elements of its neighbours before and after it, `fill` at the ends."""
     result: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
     return result
+
+
+def travelled(x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers) -> Tensor:
+    """Returns the rows that arrive, see `Peers.rows`; gradients of rows travel back."""
+    result: Tensor = _Travelled.apply(x, sends, takes, peers)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Travelled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers
+    ) -> Tensor:
+        ctx.sends, ctx.takes, ctx.peers = sends, takes, peers
+        return peers.rows(x, sends, takes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.peers.rows(gradients[0], ctx.takes, ctx.sends), None, None, None
 
 
 class _Total(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Planning: from a graph to a plan; where the optimisers of `intra_op` and `inter_op` meet.
+"""Plans a graph by the optimisers of `intra_op` and `inter_op`.
 
-`single` plans one program on a whole mesh, `stages` a pipeline whose cuts are given, `search`
-one whose cuts, sub-meshes, microbatches and schedule are chosen too.
+`planner` plans one program on a whole mesh, `pipelines/stages` a pipeline with given cuts, and
+`pipelines/search` a pipeline whose cuts, sub-meshes, microbatches and schedule are searched for.
 """

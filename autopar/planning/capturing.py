@@ -1,4 +1,4 @@
-"""Capturing a call of a model: the graph that is planned, of a whole batch or of a microbatch."""
+"""Captures a call of a model as the graph to plan, for a whole batch or for a microbatch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
 
     Attributes:
         model: the model.
-        args, kwargs: a batch.
+        args, kwargs: arguments of a batch.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any) -> Call:
-        """The call with an example batch: a tuple or a mapping of arguments, or one tensor."""
+        """Returns the call with an example batch: a tuple or mapping of arguments, or a tensor."""
         if isinstance(example_inputs, Mapping):
             return cls(model, (), dict(example_inputs))
         if isinstance(example_inputs, (tuple, list)):
@@ -50,12 +50,12 @@ class Call:
         return cls(model, (example_inputs,), {})
 
     def microbatch(self, count: int) -> Call:
-        """The call with the first of `count` equal slices along the batch's first dimension.
+        """Returns the call with the first of `count` equal slices along the first dimension.
 
-        Tensors without dimensions belong to every slice.
+        Every slice gets tensors without dimensions whole.
 
         Raises:
-            BatchError: a tensor does not divide; names it.
+            BatchError: a tensor does not divide into `count` slices; names it.
         """
 
         def first(name: str, value: Tensor) -> Tensor:
@@ -73,22 +73,22 @@ class Call:
 
     @property
     def samples(self) -> int:
-        """The size of the batch: of the first dimension of its first tensor that has one.
+        """The size of the batch: that of the first dimension of its first tensor with dimensions.
 
         Raises:
-            BatchError: no tensor has a dimension.
+            BatchError: no tensor has dimensions.
         """
         for value in self._tensors().values():
             if value.dim():
                 return int(value.shape[0])
         raise BatchError(
-            "the size of the batch is not known",
-            why="no tensor of it has a dimension",
+            "the size of the batch is unknown",
+            why="none of its tensors has a dimension",
             todo="pass tensors whose first dimension is the batch",
         )
 
     def sized(self, samples: int) -> Call:
-        """The call with a batch of another size, whose samples repeat those that there are.
+        """Returns the call with a batch of another size, which repeats the samples of this one.
 
         Raises:
             BatchError: a tensor's first dimension does not scale with the batch; names it.
@@ -99,7 +99,7 @@ class Call:
             rows, rest = divmod(value.shape[0] * samples, present)
             if rest:
                 raise BatchError(
-                    f"the input {name.partition('.')[2]!r} has no size for {samples} samples",
+                    f"the input {name.partition('.')[2]!r} does not scale to {samples} samples",
                     why=f"its shape is {list(value.shape)} for {present} samples",
                     todo="pass tensors whose first dimension is the batch",
                 )
@@ -118,7 +118,7 @@ class Call:
         return Structure.of(self._arguments(), "", constants=True)
 
     def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> Call:
-        """The call with every tensor that has a dimension changed."""
+        """Returns the call with `change` applied to every tensor that has dimensions."""
         values = {
             name: change(name, value) if value.dim() else value
             for name, value in self._tensors().items()
@@ -130,11 +130,18 @@ class Call:
 def capture_call(
     call: Call, options: Options, trace: Trace, microbatches: int | None = None
 ) -> Captured:
-    """The model's forward on a batch, or, normalised only, on one of so many microbatches.
+    """Captures a model's forward for a batch, or for one microbatch.
+
+    Args:
+        call: the model and a batch.
+        options: of planning.
+        trace: writes the graph after each pass.
+        microbatches: None to prepare the graph of the whole batch; a number to normalise the graph
+            of one microbatch, without shares and repeats.
 
     Raises:
         CaptureError: the model cannot be traced.
-        BatchError: the model does not take the batch, or it does not divide.
+        BatchError: the model does not take the batch, or the batch does not divide.
     """
     if microbatches is None:
         return capture_graph(call.model, call.args, call.kwargs, options, trace)
@@ -150,9 +157,14 @@ def capture_graph(
     trace: Trace,
     passes: tuple[Pass, ...] = PASSES,
 ) -> Captured:
-    """The model's forward on a batch, normalised, annotated and with its repeated blocks.
+    """Captures a model's forward for a batch and applies passes to the graph.
 
-    With other `passes` it is what these make of it. Kernels are placed behind those that normalise.
+    Args:
+        model: the model.
+        args, kwargs: arguments of a batch.
+        options: of planning.
+        trace: writes the graph after each pass.
+        passes: to apply, by default all; kernels are fused after the normalising ones.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -175,7 +187,7 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
-    if not options.elementwise:  # pieces of a parameter would be updated each by itself
+    if options.update.mixes:  # such an optimizer must see a parameter whole
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:

@@ -1,11 +1,11 @@
-"""Plans within memory: solved for, simulated, and solved again with less where they do not fit.
+"""Finds a plan within memory: solves, simulates, and solves again if the plan does not fit.
 
-The problem does not see what layouts change between two operators. Where that is more than the
-memory has room for, the problem is given as much less, and solved again, beginning with the choice
-that it found before; the last to be tried is about the smallest plan there is.
+The problem does not count the buffers of resharding between two operators. If a plan's simulated
+peak exceeds the limit, the problem gets that much less memory and is solved again, starting from
+the previous choice. The last attempt is close to the smallest plan there is.
 
-Close to the least memory a good choice is soon found and long to be proven the best. So each solve
-of a small problem has some seconds, by its size, and its plan says how far from its bound it is.
+Near the least memory, a good choice is found soon but takes long to prove optimal. Therefore every
+solve has a time limit that grows with the problem, and a plan records its gap to the bound.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from autopar.intra_op.solvers import find, solve
 from autopar.stage_plan import StagePlan
 
 EXACT = 1e-6  # the relative gap at which a choice counts as optimal
-ALIKE = 1e-3  # plans of a stage so close in seconds are as good
-TRIES = 4  # plans that are simulated before one fits
-SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
-# Seconds of a solve under a limit: of any, and more for each pair of choices of an edge, at most.
-# The least is for a busy machine and a process that still has to load what the solver compiles.
+ALIKE = 1e-3  # relative difference in seconds at which plans of a stage count as equal
+TRIES = 4  # plans to simulate until one fits
+SLACKS = (1.02, 1.1, 1.5)  # limits to try, in units of the least memory of all nodes
+# Time limit of a solve within a memory limit: a base, plus a part for each pair of choices of an
+# edge, up to a maximum. The base allows for a busy machine and for loading compiled code.
 LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
-LATER = 0.4  # the share of them that a solve has which begins with a choice
-SOON = 0.02  # the same where the optimum is not asked for
+LATER = 0.4  # fraction of the time limit for a solve that starts from a choice
+SOON = 0.02  # the same, if a gap to the optimum is accepted
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan, with its simulated peak, and what it was made from.
+    """A plan with its simulated peak, and the choice it was made from.
 
     Attributes:
-        plan: as it is recorded.
-        counted: bytes of its peak by the problem.
-        choice: of every node.
+        plan: the plan.
+        counted: its peak in bytes by the problem.
+        choice: the strategy of every node.
     """
 
     plan: StagePlan
@@ -51,28 +51,31 @@ class Fitted:
 
     @property
     def peak(self) -> float:
-        """Bytes of its simulated peak."""
+        """Its simulated peak in bytes."""
         return self.plan.predicted.peak_bytes
 
 
 Planned = Callable[[float, Fitted | None], Fitted]
-"""A plan of a problem that may count so many bytes, begun with what was made before.
+"""Plans within a number of bytes by the problem, starting from an earlier plan.
 
-InfeasibleError where nothing fits.
+Raises InfeasibleError if nothing fits.
 """
 
 
 def solved(
     built: Built, solver: str, allowed: float, before: Fitted | None, gap: float = EXACT
 ) -> tuple[tuple[int, ...], Solution]:
-    """The polished choice and what the solver says of it.
+    """Solves a problem and polishes the choice.
 
     Args:
         built: the problem.
-        solver: the name of what solves it.
+        solver: name of the solver.
         allowed: bytes that the problem may count.
-        before: a plan to begin with.
-        gap: from the optimum that is small enough.
+        before: a plan to start from.
+        gap: relative gap to the optimum that is accepted.
+
+    Returns:
+        The polished choice, and the solver's solution.
 
     Raises:
         InfeasibleError: nothing fits, or nothing was found in time.
@@ -85,50 +88,50 @@ def solved(
         nonlocal start
         share = LATER if gap <= EXACT else SOON
         limit = seconds if start is None else share * seconds
-        said = {"start": start, "time_limit": limit, "gap": gap}
-        found = solve(problem, solver=solver, **_understood(solver, said))
-        start = found.choice
-        return found
+        options = {"start": start, "time_limit": limit, "gap": gap}
+        solution = solve(problem, solver=solver, **_supported(solver, options))
+        start = solution.choice
+        return solution
 
     solution = solve_side_by_side(limited, once)
-    # The judge is not the party: a plan that breaks the limit must never be used.
+    # `evaluate` shares no code with the solvers; a plan that breaks the limit is never used.
     judged = evaluate(problem, solution)
     if not judged.feasible:
         raise ProgramError(
-            f"the solver {solver} returned a plan that is not feasible",
+            f"the solver {solver} returned an infeasible plan",
             why=f"peak {judged.peak:.4g} bytes, limit {problem.memory_limit}",
         )
     return polish(limited, solution.choice), solution
 
 
 def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) -> StagePlan:
-    """The first plan whose simulated step fits.
+    """Returns the first plan whose simulated step fits in memory.
 
     Args:
         planned: makes a plan and simulates it.
-        problem: what is solved.
-        limit: bytes a device.
-        searches: whether the solver finds something smaller where it has less memory.
+        problem: the problem to solve.
+        limit: bytes of a device.
+        searches: whether the solver can find a smaller plan within less memory.
 
     Raises:
-        InfeasibleError: no plan was found that fits; says how much is missing.
+        InfeasibleError: no plan fits; says how much memory is missing.
     """
     _, held = frugal(problem.nodes)
     allowed, least = max(limit, 0.0), sum(held.values())
-    made: Fitted | None = None
+    plan: Fitted | None = None
     for _ in range(TRIES):
         if allowed < least:
             break
         try:
-            made = planned(allowed, made)
+            plan = planned(allowed, plan)
         except InfeasibleError:
             if not searches:
                 raise
             break
-        if made.peak <= limit:
-            return made.plan
-        allowed = min(allowed, made.counted) - (made.peak - limit)
-    smallest = _smallest(planned, least, made)
+        if plan.peak <= limit:
+            return plan.plan
+        allowed = min(allowed, plan.counted) - (plan.peak - limit)
+    smallest = _smallest(planned, least, plan)
     if smallest.peak <= limit:
         return smallest.plan
     none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
@@ -136,29 +139,29 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
 
 
 def _smallest(planned: Planned, least: float, before: Fitted | None) -> Fitted:
-    """A plan of little more than the least memory, or what was made before if that is smaller.
+    """Returns a plan of little more than the least memory, or an earlier plan if that is smaller.
 
     Raises:
-        InfeasibleError: pins leave none at all.
+        InfeasibleError: the pins admit no plan at all.
     """
     for slack in SLACKS:
         try:
-            made = planned(slack * least, before)
+            plan = planned(slack * least, before)
         except InfeasibleError:
             continue
-        return min(made, before or made, key=lambda each: each.peak)
+        return min(plan, before or plan, key=lambda each: each.peak)
     return before or planned(math.inf, None)
 
 
 def _seconds(problem: Problem) -> float:
-    """How long a solver may look."""
+    """Returns the time limit of a solve in seconds."""
     if problem.memory_limit is None or math.isinf(problem.memory_limit):
         return MOST_SECONDS
     pairs = sum(edge.cost.size for edge in problem.edges)
     return min(LEAST_SECONDS + PAIR_SECONDS * pairs, MOST_SECONDS)
 
 
-def _understood(solver: str, said: dict[str, Any]) -> dict[str, Any]:
-    """The options that a solver takes."""
+def _supported(solver: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a solver takes."""
     known = inspect.signature(find(solver)).parameters
-    return {name: value for name, value in said.items() if name in known and value is not None}
+    return {name: value for name, value in options.items() if name in known and value is not None}

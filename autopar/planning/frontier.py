@@ -1,4 +1,4 @@
-"""Step time against memory: the fastest plans under tighter and tighter limits."""
+"""The frontier of step time against memory: the fastest plans within tighter and tighter limits."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from collections.abc import Callable, Iterator
 from autopar.errors import InfeasibleError
 from autopar.stage_plan import StagePlan
 
-SHRINK = 0.85  # of the memory of the last plan that the next one may have
+SHRINK = 0.85  # memory limit of the next plan, in units of the last plan's peak
 
 
 def frontier(plan: Callable[[float], StagePlan], shrink: float = SHRINK) -> Iterator[StagePlan]:
-    """Plans of less and less memory, none of which is slower than a smaller one.
+    """Yields plans with less and less memory; each is faster than all smaller ones.
 
     Args:
-        plan: the fastest plan within so many bytes a device; InfeasibleError if there is none.
-        shrink: the share of a plan's memory that the next one may have.
+        plan: returns the fastest plan within a number of bytes per device, or raises
+            InfeasibleError.
+        shrink: the limit of the next plan, as a fraction of the last one's peak.
 
     Yields:
-        The fastest plan of all first, each as soon as it cannot be beaten by what follows, and the
-        last one shortly before nothing fits any more.
+        The fastest plan first, each as soon as no later plan can dominate it, and last the plan
+        after which nothing fits.
     """
     last = plan(math.inf)
     while True:
         try:
-            # It may need less than the last one was allowed, or be no slower.
+            # The new plan may be no slower than the last one, and then replaces it.
             after = plan(shrink * last.predicted.peak_bytes)
         except InfeasibleError:
             yield last

@@ -1,4 +1,4 @@
-"""What kernels save: the price of what they stand for, less their own."""
+"""Prices what kernels save: the operators that they replace, less the kernels themselves."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from autopar.stage_plan import StagePlan
 def savings(
     graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """Each kernel that stands for several operators: how often, where first, and what it saves.
+    """Returns what each kernel saves that replaces several operators.
 
-    The lines of the lowered program say where kernels are, so that what is counted is what runs.
+    Kernels are read off the lines of the lowered program, so that the savings are those of what
+    runs.
 
     Args:
-        graph: prepared.
-        plan: for it.
-        table: rules by operator.
+        graph: the prepared graph.
+        plan: its plan.
+        table: sharding rules by operator.
         prices: of kernels and collectives.
 
     Returns:
-        Name of a kernel -> what a device saves in a step.
+        Kernel -> its uses, its first use, and the bytes and seconds that a device saves in a step.
     """
     if not plan.fuse and not any(map(_is_kernel, graph.folded)):
         return {}
@@ -59,13 +60,12 @@ def savings(
 def _operators(
     program: Lowered, graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """Kernels in the place of several operators.
+    """Returns the savings of kernels that replace operators.
 
-    What these would take is their price on the parts that the plan gives a device, with both
-    layouts of every value whole.
+    The operators are priced on the parts that the plan gives a device, each whole on that part.
     """
     alone = Mesh.parse(f"{plan.mesh.device}: one=1")
-    found: dict[str, Fused] = {}
+    saved: dict[str, Fused] = {}
     for line, run in program.trained:
         if not (isinstance(line, Compute) and _is_kernel(line.node)):
             continue
@@ -82,11 +82,11 @@ def _operators(
             times_a_step * (math.fsum(map(price, before)) - math.fsum(map(price, after)))
             for price in (lambda work: work.nbytes, prices.compute)
         ]
-        last = found.get(kernel, Fused(0, _line(node), 0.0, 0.0))
-        found[kernel] = Fused(
+        last = saved.get(kernel, Fused(0, _line(node), 0.0, 0.0))
+        saved[kernel] = Fused(
             last.count + times, last.first, last.nbytes + sums[0], last.seconds + sums[1]
         )
-    return found
+    return saved
 
 
 def _is_kernel(node: Node) -> bool:
@@ -94,16 +94,16 @@ def _is_kernel(node: Node) -> bool:
 
 
 def _count(graph: Graph, run: int | None) -> int:
-    """How often a microbatch runs a line of a run of blocks, or of none."""
+    """Returns how often a microbatch runs a line of a run of blocks, or of no run."""
     return 1 if run is None else graph.repeats[run].count
 
 
 def _exchanges(
     program: Lowered, graph: Graph, plan: StagePlan, prices: CostModel
 ) -> dict[str, Fused]:
-    """The exchanges that rotary embedding packs.
+    """Returns the savings of exchanges that rotary embedding packs.
 
-    What they save are copies, which the price of an all_to_all does not count.
+    They save copies, which the price of an all_to_all does not include.
     """
     count, first, saved = 0, "", list[Work]()
     for line, run in program.trained:
@@ -124,16 +124,17 @@ def _exchanges(
 def linears(
     program: Lowered, graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """The collectives that run beside linears: how many, and what a device saves in a step.
-
-    {} if the plan has none.
+    """Returns the savings of collectives that overlap with linears; {} if there are none.
 
     Args:
-        program: lowered.
-        graph: that it is of.
-        plan: for it.
-        table: rules by operator.
+        program: the lowered program.
+        graph: its prepared graph.
+        plan: its plan.
+        table: sharding rules by operator.
         prices: of kernels and collectives.
+
+    Returns:
+        "async" -> the number of collectives, and the seconds that a device saves in a step.
     """
     recomputed, slowdown = of_runs(graph, plan.recompute), device(plan.mesh).slowdown
     count, beside, seconds = 0, set[str](), 0.0
@@ -159,14 +160,18 @@ def linears(
 
 
 def packed(graph: Graph, plan: StagePlan, prices: CostModel) -> StagePlan:
-    """The plan with exchanges of rows for heads behind rotary embedding, where the kernel packs.
+    """Moves the exchange from rows to heads before the transpose after rotary embedding.
 
-    Behind the transpose that follows they take as long, and a plan may have them there.
+    Only there can the kernel pack it. Before and after that transpose the exchange takes equally
+    long, so a plan may have it after.
 
     Args:
-        graph: prepared.
-        plan: for it.
+        graph: the prepared graph.
+        plan: its plan.
         prices: of collectives.
+
+    Returns:
+        The plan with these layouts changed.
     """
     nodes = dict(plan.nodes)
     for node, turned, resharder in _rotated(graph, plan, prices):
@@ -192,7 +197,7 @@ def _turned(layout: Layout) -> Layout:
 def _rotated(
     graph: Graph, plan: StagePlan, prices: CostModel
 ) -> Iterator[tuple[Node, Node, Resharder]]:
-    """Rotary embeddings that may pack what they send, each with what reads it."""
+    """Yields rotary embeddings that can pack their exchange, each with its reader."""
     named = plan.collectives.named
     resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened, named)
     for node in graph.folded if PACK in plan.fuse else ():
@@ -205,18 +210,18 @@ def _given(plan: StagePlan, node: Node) -> Layout:
 
 
 def _wanted(graph: Graph, plan: StagePlan, read: Node, node: Node) -> Layout:
-    """The layout in which an operator reads a node."""
+    """Returns the layout in which an operator reads a node."""
     operands = plan.nodes[graph.template[read.name]].operands
     return operands[read.inputs.index(node.name)][1]
 
 
 def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> tuple[str, ...]:
-    """What is to be fused, without the optimizer's kernel where a dtype is none that it updates.
+    """Drops the optimizer's kernel from fusions if it does not support a parameter's dtype.
 
     Args:
-        chosen: names as `autopar.ir.fusion.choose` gives them.
-        graph: whose parameters are trained.
-        precision: in which dtypes they are updated.
+        chosen: names from `autopar.ir.fusion.choose`.
+        graph: the graph whose parameters are trained.
+        precision: gives the dtypes in which parameters are updated.
     """
     trained = (leaf.type for leaf in graph.leaves("param") if leaf.requires_grad)
     fits = {precision.updated(kind).dtype for kind in trained} <= {"f32", "f64"}
@@ -224,17 +229,15 @@ def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> t
 
 
 def _update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
-    """The optimizer's kernel.
+    """Returns the savings of the optimizer's kernel.
 
-    Otherwise an optimizer in one pass would do the same, and round masters in another.
+    Without the kernel, an optimizer also runs in one pass, but casts master weights in another.
     """
     read = [node for node in graph.leaves("param") if graph.users[node.name]]
     trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
     if not (plan.fuses_update and trained):
         return {}
-    before, after = (
-        update_works(trained, plan.state_bytes, kernel, plan.bucket) for kernel in (False, True)
-    )
+    before, after = (update_works(trained, kernel, plan.bucket) for kernel in (False, True))
     nbytes, seconds = (
         math.fsum(map(price, before)) - math.fsum(map(price, after))
         for price in (lambda work: work.nbytes, prices.compute)
@@ -244,7 +247,7 @@ def _update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused
 
 
 def _work(line: Compute, graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> NodeWork:
-    """The kernels of an operator in the layouts in which its line computes it."""
+    """Prices an operator in the layouts in which its line computes it."""
     node, types, rule = line.node, operand_types(graph, line.node), table.get(line.node.op)
     signature = resolve(rule, node, types, node.types) if rule is not None else None
     return node_work(graph, node, line.into, line.out, signature, plan.mesh)
@@ -265,7 +268,7 @@ def _expanded(graph: Graph, node: Node, layouts: Iterable[Layout], mesh: Mesh) -
 
 
 def _whole(graph: Graph, table: dict[str, OpRule], mesh: Mesh) -> Iterator[Work]:
-    """The kernels of all operators of a graph on one device."""
+    """Yields the kernels of all operators of a graph on one device."""
     for node in graph.nodes:
         if node.is_leaf:
             continue

@@ -1,8 +1,8 @@
-"""What lies in host memory: chosen like what is computed again, where memory asks for it.
+"""Chooses what to offload to host memory, if memory requires it.
 
-Like that it is one decision of few values, so it is branched on: under each of them the rest is
-planned as ever, and one is left out where even without a memory limit its plan is no faster than
-the best one found. Nothing is offloaded where the fastest plan fits without.
+Like recomputation, offloading is one decision with few values, so the planner branches on it: the
+rest is planned under each value. A value is skipped if even without a memory limit its plan is no
+faster than the best plan so far. Nothing is offloaded if the fastest plan fits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from autopar.ir.units import format_bytes
 from autopar.planning.recomputation import faster
 from autopar.stage_plan import StagePlan
 
-WORDS = ("optimizer", "activations")
-PARTS = 2  # of the blocks of every run, of which activations are offloaded
+KINDS = ("optimizer", "activations")
+PARTS = 2  # fractions of a run's blocks to try: halves
 
 
 def cheapest(
@@ -30,24 +30,24 @@ def cheapest(
     planned: Callable[[Offload, float], StagePlan],
     free: Callable[[Offload], StagePlan],
 ) -> StagePlan:
-    """The fastest plan that fits.
+    """Returns the fastest plan that fits in device and host memory.
 
     Args:
-        graph: prepared, with its repeats.
-        wanted: "none", "auto", "optimizer", "activations", both of these joined by "+", or such as
-            "activations 8", of the first eight blocks that are not computed again.
-        limit: bytes a device.
-        host: bytes of the host that a device has.
-        planned: the fastest plan of at most so many bytes with that offloaded; InfeasibleError if
-            there is none.
-        free: a plan with it that is as fast as any, if memory had no limit.
+        graph: the prepared graph with its repeats.
+        wanted: "none", "auto", "optimizer", "activations", both joined by "+", or with a number,
+            such as "activations 8": the first eight blocks that are not recomputed.
+        limit: bytes of a device.
+        host: bytes of host memory for each device.
+        planned: returns the fastest plan with something offloaded within a number of bytes, or
+            raises InfeasibleError.
+        free: returns the fastest plan with something offloaded without a memory limit.
 
     Raises:
-        InfeasibleError: nothing fits, or the host has too little memory for it.
-        PlanError: `wanted` is none of these.
+        InfeasibleError: nothing fits, or host memory is too small.
+        PlanError: `wanted` cannot be parsed.
     """
     if wanted != "auto":
-        return _within_host(planned(told(graph, wanted), limit), host)
+        return _within_host(planned(parse_offload(graph, wanted), limit), host)
     best: StagePlan | None = None
     missing: InfeasibleError | None = None
     try:
@@ -60,29 +60,29 @@ def cheapest(
         if best is not None and not faster(free(value), best):
             continue
         try:
-            found = _within_host(planned(value, limit), host)
+            plan = _within_host(planned(value, limit), host)
         except InfeasibleError as error:
             missing = error
             continue
-        if best is None or faster(found, best):
-            best = found
+        if best is None or faster(plan, best):
+            best = plan
     if best is None:
         assert missing is not None
         raise missing
     return best
 
 
-def told(graph: Graph, wanted: str) -> Offload:
-    """What the words of a user say.
+def parse_offload(graph: Graph, wanted: str) -> Offload:
+    """Parses an option such as "optimizer+activations 8".
 
     Raises:
-        PlanError: they cannot be read.
+        PlanError: it cannot be parsed.
     """
     if wanted == "none":
         return NOTHING
     optimizer, blocks = False, dict[str, int]()
-    for word in wanted.split("+"):
-        kind, _, number = word.strip().partition(" ")
+    for part in wanted.split("+"):
+        kind, _, number = part.strip().partition(" ")
         if kind == "optimizer" and not number:
             optimizer = True
         elif kind == "activations" and (not number or (number.isdecimal() and int(number) > 0)):
@@ -91,21 +91,21 @@ def told(graph: Graph, wanted: str) -> Offload:
             blocks = {name: int(min(most, repeat.count)) for name, repeat in pairs}
         else:
             raise PlanError(
-                f"cannot offload {word!r}",
-                todo='pass "optimizer", "activations", "optimizer+activations", such as '
+                f"cannot offload {part!r}",
+                todo='pass "optimizer", "activations", "optimizer+activations", '
                 '"activations 8", "auto" or "none"',
             )
     return Offload(optimizer, blocks)
 
 
 def check(wanted: str) -> None:
-    """PlanError unless `told` understands it, or it is "auto"."""
+    """Raises PlanError unless `wanted` is "auto" or can be parsed."""
     if wanted != "auto":
-        told(Graph("", (), ()), wanted)
+        parse_offload(Graph("", (), ()), wanted)
 
 
 def _values(graph: Graph) -> Iterator[Offload]:
-    """What may be offloaded, the least first."""
+    """Yields the offloads to try, the smallest first."""
     yield Offload(optimizer=True)
     pairs = list(zip(run_names(graph), graph.repeats, strict=True))
     for optimizer in (False, True) if pairs else ():
@@ -115,12 +115,12 @@ def _values(graph: Graph) -> Iterator[Offload]:
 
 
 def _within_host(plan: StagePlan, host: float) -> StagePlan:
-    """The plan; InfeasibleError if it needs more of the host than a device has."""
+    """Returns the plan; raises InfeasibleError if it needs more host memory than there is."""
     needed = plan.predicted.host_bytes
     if needed > host:
         raise InfeasibleError(
-            "the host has too little memory for what is offloaded",
-            why=f"{format_bytes(needed)} a device, of {format_bytes(host)}",
+            "host memory is too small for this offload",
+            why=f"a device needs {format_bytes(needed)} of {format_bytes(host)}",
             todo="offload less, or split the states over more devices",
         )
     return plan

@@ -1,4 +1,4 @@
-"""Options: what a user asks of a plan beside the model and the mesh."""
+"""Options of planning: all that a user chooses besides the model and the mesh."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
+from autopar.ir.update import ADAMW, Update
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
-from autopar.stage_plan import STATE_BYTES, StagePlan
+from autopar.stage_plan import StagePlan
 
 AUTO = "auto"
 SCHEDULE = "1f1b"
@@ -33,24 +34,23 @@ SCHEDULE = "1f1b"
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan is searched under; `autopar.compile` describes those that a user passes.
+    """Options of planning; `autopar.compile` documents those that a user passes.
 
     Attributes:
         table: sharding rules by operator.
-        elementwise: whether the optimizer can update parts of a parameter.
-        state_bytes: of the optimizer, in units of a parameter's own bytes (AdamW: 2).
-        whole: the mesh of which the planned one is a part, and which the calibration is of.
-        fuse: the patterns in whose place kernels go; see `autopar.ir.fusion.choose`.
-        stages: into how many the model is cut, or "auto" for a search for the fastest pipeline.
-        microbatches: of a step; "auto" chooses them.
-        collectives: the algorithms of collectives, or "auto" for the cheapest ones.
-        global_batch: samples of a step for such a search; None takes those of the example.
-        allow: what schedules may change that one device would not compute so.
+        update: states that the optimizer keeps, and what it asks of a parameter's layout.
+        whole: the mesh that contains the planned one, and that the calibration is for.
+        fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
+        stages: number of pipeline stages, or "auto" to search for the fastest pipeline.
+        microbatches: number of microbatches in a step.
+        collectives: algorithms of collectives, or "auto" for the fastest ones.
+        global_batch: samples in a step for stages="auto"; None for those of the example batch.
+        allow: "stale gradients" admits schedules that change the result of training.
 
     Raises:
-        OptionError: options that contradict one another.
-        ProblemError: there is no such solver.
-        PlanError: nothing is offloaded by these words.
+        OptionError: options contradict one another.
+        ProblemError: the solver is unknown.
+        PlanError: `offload` cannot be parsed.
     """
 
     loss_fn: Callable[..., Tensor] | None = None
@@ -64,12 +64,11 @@ class Options:
     recompute: str = AUTO
     microbatches: int = 1
     state: str | StateSharding | None = None
-    elementwise: bool = True
+    update: Update = ADAMW
     whole: Mesh | None = None
     precision: Precision = AS_IS
     fuse: tuple[str, ...] = ()
     offload: str = "none"
-    state_bytes: float = STATE_BYTES
     stages: int | str = 1
     schedule: str = SCHEDULE
     global_batch: int | None = None
@@ -78,7 +77,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_allowed(self.schedule, self.allow)
-        find(self.solver)  # refuses an unknown name before anything is captured
+        find(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
         if isinstance(self.stages, str) and self.stages != AUTO:
             raise OptionError(
@@ -86,33 +85,33 @@ class Options:
             )
         if self.searches_stages and (self.microbatches, self.schedule) != (1, SCHEDULE):
             raise OptionError(
-                'stages="auto" chooses microbatches and schedule, too',
+                'stages="auto" also chooses microbatches and schedule',
                 why=f"microbatches={self.microbatches} and schedule={self.schedule!r} are given",
-                todo="leave them out, or give the number of stages",
+                todo="omit them, or pass the number of stages",
             )
         if self.searches_stages and self.offload not in ("none", "optimizer"):
             raise OptionError(
-                f"a search for a pipeline does not offload {self.offload!r}",
-                why="of which blocks activations go depends on the stages that are searched for",
+                f'stages="auto" does not support offload={self.offload!r}',
+                why="which blocks are offloaded depends on the stages, which are not known yet",
                 todo='pass offload="optimizer", or the number of stages',
             )
         if self.global_batch is not None and not self.searches_stages:
             raise OptionError(
-                "global_batch is for a search for the fastest pipeline",
+                'global_batch needs stages="auto"',
                 why=f"stages={self.stages} is given",
-                todo='pass stages="auto", or leave global_batch out',
+                todo='pass stages="auto", or omit global_batch',
             )
 
     @classmethod
     def like(cls, plan: StagePlan, **others: Any) -> Options:
-        """The options under which a plan was made, as far as it says them.
+        """Returns the options that a plan was made with, as far as the plan records them.
 
         Args:
-            plan: of a model in one piece, or of one stage.
-            **others: what a plan does not say (rules, a calibration's file, the whole mesh), and
-                what shall be otherwise.
+            plan: the plan of a stage.
+            **others: options that a plan does not record (rules, the calibration's file, the whole
+                mesh), and overrides.
         """
-        said = cls(
+        recorded = cls(
             memory=plan.limit,
             unknown_ops=plan.asked.unknown_ops,
             pins=plan.pins,
@@ -120,25 +119,24 @@ class Options:
             recompute=plan.asked.recompute,
             microbatches=plan.microbatches,
             state=plan.state or None,
-            elementwise=plan.asked.elementwise,
+            update=plan.update,
             precision=plan.precision,
             fuse=plan.fuse,
             offload=plan.asked.offload,
             collectives=plan.collectives,
-            state_bytes=plan.state_bytes,
         )
-        if said.memory == math.inf:  # the plan says no limit
+        if recorded.memory == math.inf:  # the plan records no limit
             others.setdefault("memory", None)
-        return replace(said, **others)
+        return replace(recorded, **others)
 
     @property
     def asked(self) -> Asked:
-        """What a plan keeps of the options that its layouts do not show."""
-        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops, self.elementwise)
+        """The options that a plan records besides its layouts."""
+        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops)
 
     @property
     def searches_stages(self) -> bool:
-        """Whether stages, microbatches and schedule are chosen together."""
+        """Whether stages, microbatches and schedule are searched for together."""
         return self.stages == AUTO
 
     @property
@@ -147,14 +145,14 @@ class Options:
         return (self.stages, self.microbatches, self.schedule) != (1, 1, SCHEDULE)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sent to another process without the rules that are found there, too."""
-        found = rules()
-        own = {op: rule for op, rule in self.table.items() if found.get(op) is not rule}
+        """Leaves out built-in rules, which the receiving process has too."""
+        builtin = rules()
+        own = {op: rule for op, rule in self.table.items() if builtin.get(op) is not rule}
         return {**vars(self), "table": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, table={**rules(), **state["table"]})
 
     def lies(self, mesh: Mesh) -> Lies | None:
-        """Where the states of parameters may lie, if not everywhere; see `lies_of`."""
-        return lies_of(self.state, self.elementwise, self.precision, mesh)
+        """Returns the storages that parameters may have, or None for all; see `lies_of`."""
+        return lies_of(self.state, self.precision, mesh)

@@ -1,4 +1,4 @@
-"""The most memory that a plan's simulated step takes."""
+"""The peak memory of a plan's simulated step."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ def simulated_peak(
     prices: CostModel,
     repeated: Repeated | None = None,
 ) -> float:
-    """Bytes a device at the peak of a simulated step; those that the plan says without a backward.
+    """Returns the peak of a simulated step in bytes per device; without a backward, the plan's own.
 
     Args:
-        graph: prepared.
-        plan: for it.
-        known: rules by operator.
-        prices: under which layouts change, as code generation chooses the collectives.
-        repeated: of a stage; then with all that its device keeps.
+        graph: the prepared graph.
+        plan: its plan.
+        known: sharding rules by operator.
+        prices: of collectives, by which code generation chooses the steps of resharding.
+        repeated: for a stage, how often it runs; the peak then includes other microbatches and
+            stages.
     """
     if not is_trained(graph):
         return plan.predicted.peak_bytes
-    settings = settings_on(plan.mesh.device, plan.state_bytes)
-    done = tasks(graph, plan, works(graph, plan, known), prices, settings)
-    peak = run(done, AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown).memory.peak
+    settings = settings_on(plan.mesh.device)
+    step = tasks(graph, plan, works(graph, plan, known), prices, settings)
+    model = AnalyticModel(plan.mesh, in_step=True)
+    peak = run(step, model, device(plan.mesh).slowdown).memory.peak
     if repeated is None:
         return peak
-    left, trained = after_forward(done), {n.name for n in graph.leaves("param") if n.requires_grad}
+    left, trained = after_forward(step), {n.name for n in graph.leaves("param") if n.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
     weights = sum(left.get(f"parameter {name}", 0.0) for name in trained)
     return peak + repeated.others(fixed + kept, kept) + repeated.further * weights

@@ -1,4 +1,4 @@
-"""The plan of a call of a model: in one piece, in stages that are given, or in the best stages."""
+"""Plans a call of a model: in one stage, in a given number of stages, or in the best stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from autopar.planning.trace import Trace
 
 
 def plan_model(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """The fastest plan of a model within memory.
+    """Captures a model and returns its fastest plan within memory.
+
+    Args:
+        call: the model and a batch.
+        mesh: the devices.
+        options: of planning.
+        trace: writes intermediate values.
 
     Raises:
         CaptureError, BatchError: see `capture_call`.
@@ -31,20 +37,20 @@ def plan_model(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
 
 
 def plan_captured(captured: Captured, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """The plan of a captured model; in stages, it is captured on one microbatch."""
+    """Returns the plan of a captured model; a pipeline's is captured on one microbatch."""
     if options.is_pipeline:
         return plan_evenly(captured.graph, mesh, options, trace)
     return Plan.of(make_plan(captured.graph, mesh, options, trace))
 
 
 def plan_evenly(graph: Graph, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """Stages of about equal time on equal parts of the mesh.
+    """Plans stages of about equal time on equal parts of the mesh.
 
     Args:
         graph: the model on one microbatch, normalised.
         mesh: all devices.
         options: with the number of stages, microbatches and the schedule.
-        trace: keeps what is planned.
+        trace: writes intermediate values.
 
     Raises:
         MeshError, StageError, ScheduleError, InfeasibleError: see `plan_stages`.
@@ -59,7 +65,7 @@ def plan_evenly(graph: Graph, mesh: Mesh, options: Options, trace: Trace) -> Pla
 
 
 def plan_any_stages(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """The fastest pipeline for the global batch; raises as `plan_pipeline`."""
+    """Returns the fastest pipeline for the global batch; raises the errors of `plan_pipeline`."""
 
     def graph(samples: int, layers: int | None) -> Graph:
         return capture_call(call.sized(samples), options, Trace(None)).graph

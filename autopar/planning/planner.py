@@ -1,6 +1,7 @@
-"""Planner: the fastest plan of a graph on a mesh within memory.
+"""Planner: finds the fastest plan of a graph on a mesh within memory.
 
-What does not depend on the memory is built and priced once for all plans of a graph.
+Everything that does not depend on the memory limit is built and priced once for all plans of a
+graph.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.cost.device import device
-from autopar.errors import PinError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -48,19 +48,19 @@ def make_plan(
     trace: Trace,
     repeated: Repeated | None = None,
 ) -> StagePlan:
-    """The cheapest plan within memory.
+    """Returns the fastest plan within memory.
 
     Args:
-        graph: prepared.
+        graph: the prepared graph.
         mesh: the devices.
-        options: what a user said.
-        trace: keeps the problem and the plan.
-        repeated: of a stage, how often it runs in a step; what the plan predicts is then of one
-            microbatch, with its part in what a step does once.
+        options: of planning.
+        trace: writes the problem and the plan.
+        repeated: for a stage, how often it runs in a step; the plan's predictions are then those of
+            one microbatch, with its share of what a step does once.
 
     Raises:
-        InfeasibleError: no plan fits into the memory.
-        UnknownOperatorError: an operator without a rule is refused.
+        InfeasibleError: no plan fits into memory.
+        UnknownOperatorError: an operator has no rule, and the options refuse it.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
         PinError: a pin names nothing, fits no choice or contradicts another, or a plan of
             `autopar.pins` does not apply.
@@ -76,7 +76,7 @@ def make_plan(
 
 
 class Planner:
-    """Plans of a graph within any memory; what does not depend on that is done once.
+    """Plans a graph within any memory; all that does not depend on memory is done once.
 
     Arguments and errors are those of `make_plan`.
     """
@@ -100,10 +100,15 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._late_loss = repeated is not None and repeated.late_loss
         self._bucket = bucket_of(graph)
 
     def plan(self, limit: float) -> StagePlan:
-        """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
+        """Returns the fastest plan within `limit` bytes of a device.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
         graph, options = self.graph, self.options
 
         def planned(offload: Offload, within: float) -> StagePlan:
@@ -116,7 +121,7 @@ class Planner:
         return replace(plan, limit=limit)
 
     def _branch(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
-        """Planning with something in host memory and some blocks computed again."""
+        """Returns planning with an offload and some blocks recomputed."""
         left = left_of(self.graph, offload, recompute)
         key = (str(left), key_of(recompute))
         if key not in self._branches:
@@ -126,7 +131,7 @@ class Planner:
     def _build(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Built:
         options = self.options
         given = Assumptions(
-            state_bytes=options.state_bytes,
+            update=options.update,
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
@@ -137,22 +142,12 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            late_loss=self._late_loss,
         )
-        try:
-            return build(
-                self.graph, self.mesh, self.known, options.table, given,
-                memory_limit=math.inf, pins=self.pins,
-            )  # fmt: skip
-        except PinError as error:
-            if options.elementwise:
-                raise
-            raise PinError(
-                error.what,
-                where=error.where,
-                why=f"{error.why}; parameters are whole, since the optimizer's update mixes the "
-                "elements of a tensor",
-                todo=error.todo or "use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...)",
-            ) from error
+        return build(
+            self.graph, self.mesh, self.known, options.table, given,
+            memory_limit=math.inf, pins=self.pins,
+        )  # fmt: skip
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
@@ -165,7 +160,7 @@ class Planner:
 
         def planned(gap: float, allowed: float, before: Fitted | None) -> Fitted:
             choice, solution = solved(built, options.solver, allowed, before, gap)
-            found = StagePlan(
+            plan = StagePlan(
                 fingerprint(self.graph),
                 self.mesh,
                 layouts(built, self.graph, choice),
@@ -176,7 +171,7 @@ class Planner:
                 recompute=dict(recompute),
                 microbatches=self._microbatches,
                 bucket=self._bucket,
-                state_bytes=options.state_bytes,
+                update=options.update,
                 asked=options.asked,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
@@ -184,12 +179,13 @@ class Planner:
                 collectives=self.prices.chosen,
                 fuse=self.fuse,
                 offload=offload,
+                late_loss=self._late_loss,
             )
-            found = packed(self.graph, found, self.prices)
-            found = replace(found, fused=savings(self.graph, found, options.table, self.prices))
-            peak = simulated_peak(self.graph, found, options.table, self.prices, self.repeated)
-            simulated = replace(found, predicted=replace(found.predicted, peak_bytes=peak))
-            return Fitted(simulated, found.predicted.peak_bytes, choice)
+            plan = packed(self.graph, plan, self.prices)
+            plan = replace(plan, fused=savings(self.graph, plan, options.table, self.prices))
+            peak = simulated_peak(self.graph, plan, options.table, self.prices, self.repeated)
+            simulated = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
+            return Fitted(simulated, plan.predicted.peak_bytes, choice)
 
         searches, exact = options.solver != "propagate", EXACT if self.repeated is None else ALIKE
         return Branch(
@@ -201,7 +197,7 @@ class Planner:
 
 
 def report(problem: Problem, solution: Solution) -> SolverReport:
-    """How a plan was found."""
+    """Returns the solver's report for a plan."""
     return SolverReport(
         solution.solver,
         len(problem.nodes),

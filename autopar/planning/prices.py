@@ -1,4 +1,4 @@
-"""The prices that a mesh is planned by, and the memory of its devices."""
+"""The prices by which a mesh is planned, and the memory of its devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
+from autopar.cost.programs.row_check import checked
 from autopar.errors import PrecisionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh, parse_quantity
@@ -19,34 +20,33 @@ from autopar.stage_plan import StagePlan
 
 
 def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
-    """The prices to plan by: measured ones where there is a calibration, else closed forms.
+    """Returns the prices of a mesh: measured ones if there is a calibration, else closed forms.
 
-    A calibration is of the mesh, or of that which it is a part of by the options.
+    A calibration must be of this mesh, or of `options.whole`, which contains it.
 
     Raises:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
-        PrecisionError: the device has no such arithmetic.
+        PrecisionError: the device does not support the precision.
         MeshError, CollectiveError: an algorithm is for axes or sizes that the mesh does not have.
     """
-    refuse_what_device_lacks(mesh, options.precision)
+    refuse_unsupported(mesh, options.precision)
     model: AnalyticModel | MeasuredModel
     if options.calibration is None:
         model = AnalyticModel(mesh, in_step=True)
     else:
         model = MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
     if isinstance(options.collectives, ChosenAlgorithms):
-        options.collectives.check(mesh)
-        model.chosen = options.collectives
+        model.chosen = checked(options.collectives, mesh)
     else:
         model.chosen = choose(Network(mesh, model.device), model.collective)
     return model
 
 
-def refuse_what_device_lacks(mesh: Mesh, precision: Precision) -> None:
-    """PrecisionError if a mesh's devices do not compute in the precision faster than in f32.
+def refuse_unsupported(mesh: Mesh, precision: Precision) -> None:
+    """Raises PrecisionError if a mesh's devices compute no faster in the precision than in f32.
 
-    Where the hardware lacks a format, devices.toml has the rate of the one that stands in for it.
+    If the hardware lacks a format, devices.toml has the rate of the format that emulates it.
     """
     known, compute = device(mesh), precision.compute
     if not compute or known.name.lower() == "cpu":
@@ -54,22 +54,22 @@ def refuse_what_device_lacks(mesh: Mesh, precision: Precision) -> None:
     if compute in ("bf16", "f16") and known.rate(compute, True) <= known.rate("f32", True):
         raise PrecisionError(
             f"{known.name} does not compute in {compute}",
-            why="it has no such arithmetic, so f32 stands in for it",
+            why="the hardware lacks this format, and f32 emulates it",
             todo='pass precision="fp16"' if compute == "bf16" else 'pass precision="fp32"',
         )
 
 
 def calibration_of(prices: CostModel) -> str:
-    """The fingerprint of the calibration behind some prices, "" of closed forms."""
+    """Returns the fingerprint of the calibration behind some prices, "" for closed forms."""
     return prices.calibration.fingerprint if isinstance(prices, MeasuredModel) else ""
 
 
 def limit_of(mesh: Mesh, options: Options) -> float:
-    """Bytes that a device may use."""
+    """Returns the memory limit of a device in bytes."""
     limit = device(mesh).usable if options.memory is None else options.memory
     return parse_quantity(limit, "B") if isinstance(limit, str) else limit
 
 
 def limit_of_plan(plan: StagePlan) -> float:
-    """Bytes of a device that a plan was made within: all that is usable, if it says no limit."""
+    """Returns the memory limit that a plan was made with in bytes, by default the usable memory."""
     return device(plan.mesh).usable if math.isinf(plan.limit) else plan.limit

@@ -1,9 +1,9 @@
-"""Which blocks compute their activations again: chosen together with the layouts.
+"""Chooses the blocks that recompute their activations, together with the layouts.
 
-How much is recomputed is one decision with few values, so it is branched on: under each value the
-layouts are an ordinary strategy problem. A value is left out where even without a memory limit its
-problem has no plan that is faster than the best one found; nothing else is cut. Values are compared
-by plans that are within `GAP` of their optima; under the best one it is planned once more.
+The extent of recomputation is one decision with few values, so the planner branches on it: under
+each value, the layouts are an ordinary strategy problem. A value is skipped only if even without a
+memory limit its plan is no faster than the best plan so far. Values are compared by plans within
+`GAP` of their optima; the best value is then planned once more to the optimum.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar.ir.recompute import KINDS, Recompute, run_names
 from autopar.planning.fitting import EXACT
 from autopar.stage_plan import StagePlan
 
-PARTS = 2  # of a run of blocks, in which it is tried to recompute more and more
-REFINED = 2  # rounds in which the step between the numbers of blocks is halved
-GAP = 5e-3  # of plans that are made to compare two values
+PARTS = 2  # fractions of a run's blocks to try: halves
+REFINED = 2  # rounds that halve the step between fractions
+GAP = 5e-3  # relative gap of plans that are made to compare two values
 
 Chosen = Mapping[str, Recompute]
 
@@ -30,9 +30,9 @@ class Branch:
     """Planning under one decision.
 
     Args:
-        free: makes the fastest plan if memory had no limit; called once.
-        fitting: the fastest plan found within so many bytes, and within such a gap of the optimum;
-            InfeasibleError if there is none.
+        free: returns the fastest plan without a memory limit; called once.
+        fitting: returns the fastest plan within a number of bytes and a relative gap to the
+            optimum, or raises InfeasibleError.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class Branch:
 def cheapest(
     graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen], Branch]
 ) -> StagePlan:
-    """The fastest plan that fits.
+    """Returns the fastest plan that fits.
 
     Args:
-        graph: prepared, with its repeats.
-        wanted: "auto" chooses; "none", a kind for all blocks or a kind and a number of blocks
-            ("full 8", at most all that a run has) is taken as it is.
-        limit: bytes a device.
-        branch: planning under a decision.
+        graph: the prepared graph with its repeats.
+        wanted: "auto" searches; "none", a kind for all blocks, or a kind with a number of blocks
+            ("full 8", at most all of a run) is used as it is.
+        limit: bytes of a device.
+        branch: returns planning under a decision.
 
     Raises:
-        InfeasibleError: nothing fits; tells the need of the plan that needs least.
-        PlanError: `wanted` is none of these.
+        InfeasibleError: nothing fits; states the least memory that is needed.
+        PlanError: `wanted` cannot be parsed.
     """
     if wanted != "auto":
-        return branch(told(graph, wanted)).fitting(limit, EXACT)
+        return branch(parse_recompute(graph, wanted)).fitting(limit, EXACT)
     whole = branch({})
     best = whole.free()
     if best.predicted.peak_bytes <= limit:
@@ -68,13 +68,13 @@ def cheapest(
     search = _Search(graph, limit, branch)
     search.attempt({})
     if search.best is None:
-        search.begin_with_the_smallest()
+        search.start_with_smallest()
     search.run()
     return search.refined()
 
 
 class _Search:
-    """The fastest plan so far, and what has been tried."""
+    """The search: the fastest plan so far, and the decisions that were tried."""
 
     def __init__(self, graph: Graph, limit: float, branch: Callable[[Chosen], Branch]) -> None:
         self.graph, self.limit, self.branch = graph, limit, branch
@@ -82,7 +82,7 @@ class _Search:
         self.tried: set[Key] = set()
 
     def run(self) -> None:
-        """Try more and more blocks of each kind, then the numbers next to the best one."""
+        """Tries more and more blocks of each kind, then numbers of blocks around the best one."""
         for kind in KINDS:
             for part in range(1, PARTS + 1):
                 if not self.attempt(_of_all(self.graph, kind, part / PARTS)):
@@ -94,7 +94,7 @@ class _Search:
                 self.attempt(_of_all(self.graph, kind, share))
 
     def _around(self, step: float) -> Iterator[tuple[str, float]]:
-        """The shares of blocks one step below and above those of the best plan."""
+        """Yields the fractions of blocks one step below and above those of the best plan."""
         chosen = {} if self.best is None else self.best.recompute
         names = run_names(self.graph)
         shares = [
@@ -105,22 +105,22 @@ class _Search:
         for kind in kinds:
             yield from ((kind, s) for s in (middle - step, middle + step) if 0 < s <= 1)
 
-    def begin_with_the_smallest(self) -> None:
-        """What needs the least memory: if not even that fits, its error says by how much."""
+    def start_with_smallest(self) -> None:
+        """Plans with the least memory; if not even that fits, its error says what is missing."""
         chosen = _of_all(self.graph, "full", 1.0)
         self.tried.add(key_of(chosen))
         self.best = self.branch(chosen).fitting(self.limit, GAP)
 
     def refined(self) -> StagePlan:
-        """The best plan, or a better one with the same blocks computed again."""
+        """Returns the best plan, or a better one with the same blocks recomputed."""
         assert self.best is not None
-        with suppress(InfeasibleError):  # it may not be found in time again
+        with suppress(InfeasibleError):  # the solver may not find it in time again
             again = self.branch(self.best.recompute).fitting(self.limit, EXACT)
             return again if faster(again, self.best) else self.best
         return self.best
 
     def attempt(self, chosen: Chosen) -> bool:
-        """Plan under a decision; False if it cannot be faster than what was found."""
+        """Plans under a decision; returns False if it cannot be faster than the best plan."""
         key = key_of(chosen)
         if key in self.tried:
             return True
@@ -139,24 +139,24 @@ Key = tuple[tuple[str, str], ...]
 
 
 def key_of(chosen: Chosen) -> Key:
-    """A decision, to tell it from others."""
+    """Returns a hashable key of a decision."""
     return tuple(sorted((name, str(how)) for name, how in chosen.items()))
 
 
 def faster(one: StagePlan, other: StagePlan) -> bool:
-    """Whether a plan is faster than another."""
+    """Returns whether one plan is faster than another, beyond rounding."""
     a, b = one.predicted.step_seconds, other.predicted.step_seconds
     return a < b * (1 - 1e-9)
 
 
 def _of_all(graph: Graph, kind: str, share: float) -> dict[str, Recompute]:
-    """A share of the blocks of every run."""
+    """Returns the decision to recompute a fraction of the blocks of every run."""
     pairs = zip(run_names(graph), graph.repeats, strict=True)
     return {name: Recompute(kind, math.ceil(share * repeat.count)) for name, repeat in pairs}
 
 
-def told(graph: Graph, wanted: str) -> dict[str, Recompute]:
-    """What the words of a user say; PlanError if nothing."""
+def parse_recompute(graph: Graph, wanted: str) -> dict[str, Recompute]:
+    """Parses an option such as "full 8"; raises PlanError if it cannot be parsed."""
     if wanted == "none":
         return {}
     if wanted in KINDS:
@@ -164,7 +164,7 @@ def told(graph: Graph, wanted: str) -> dict[str, Recompute]:
     try:
         how = Recompute.parse(wanted)
     except PlanError as error:
-        error.todo = f'pass "auto", "none", {", ".join(map(repr, KINDS))} or such as "full 8"'
+        error.todo = f'pass "auto", "none", {", ".join(map(repr, KINDS))} or "full 8"'
         raise
     pairs = zip(run_names(graph), graph.repeats, strict=True)
     return {name: Recompute(how.kind, min(how.blocks, repeat.count)) for name, repeat in pairs}

@@ -1,4 +1,4 @@
-"""What would help where no plan fits into memory, with what each would cost in time."""
+"""Suggests options or devices with which a plan would fit into memory, with their step times."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 def with_remedies(
     planned: Callable[[Options, Mesh], StagePlan], options: Options, mesh: Mesh
 ) -> StagePlan:
-    """The cheapest plan within memory.
+    """Returns the fastest plan within memory; if nothing fits, adds remedies to the error.
 
     Args:
         planned: plans under some options on some devices.
-        options: what a user said.
+        options: the user's options.
         mesh: the devices.
 
     Raises:
-        InfeasibleError: nothing fits; tells with which other options or devices a plan does.
+        InfeasibleError: nothing fits; names other options or devices with which a plan does.
     """
     try:
         return planned(options, mesh)
     except InfeasibleError as error:
-        found = []
-        for words, other, devices in _remedies(options, mesh):
+        remedies = []
+        for text, other, devices in _remedies(options, mesh):
             with suppress(AutoparError):
                 seconds = planned(other, devices).predicted.step_seconds
-                found.append(f"{words} ({format_seconds(seconds)} a step)")
-        if found:
-            error.todo = f"it fits with {', or with '.join(found)}; else {error.todo}"
+                remedies.append(f"{text} ({format_seconds(seconds)} a step)")
+        if remedies:
+            error.todo = f"it fits with {', or with '.join(remedies)}; else {error.todo}"
         raise
 
 
 def _remedies(options: Options, mesh: Mesh) -> Iterator[tuple[str, Options, Mesh]]:
-    """In words, and the options and devices that they mean."""
+    """Yields each remedy's text, options and devices."""
     free = replace(options, recompute="auto", state=None)
     if (options.recompute, options.state) != (free.recompute, free.state):
         yield 'recompute="auto" and state=None', free, mesh

@@ -1,4 +1,4 @@
-"""Trace: keeps every value between the model and the program as a numbered file."""
+"""Trace: writes every value between the model and the program to a numbered file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ FILE = Kind("the trace", ProgramError)
 
 
 class Trace:
-    """Writes every value on the way as a numbered file, or nothing if there is no folder."""
+    """Writes intermediate values to numbered files; does nothing without a folder.
+
+    Args:
+        folder: the folder to write to, or None.
+    """
 
     def __init__(self, folder: str | Path | None) -> None:
         self.folder = None if folder is None else Path(folder)
         self.count = 0
 
     def __call__(self, name: str, text: Callable[[], str]) -> None:
-        """Keep one value, headed by what made it."""
+        """Writes one value with a heading that names the pass that constructed it.
+
+        Args:
+            name: file name, without the number.
+            text: returns the content; called only if there is a folder.
+
+        Raises:
+            ProgramError: the folder cannot be written.
+        """
         if self.folder is None:
             return
         self.count += 1
@@ -33,5 +45,5 @@ class Trace:
             raise ProgramError(
                 f"cannot write the trace to {self.folder}",
                 why=str(error),
-                todo="name a folder that can be written",
+                todo="pass a writable folder",
             ) from error

@@ -14,14 +14,14 @@ from autopar.errors import AutoparError
 
 T = TypeVar("T")
 NOT_PICKLED = (pickle.PicklingError, AttributeError, TypeError)
-_MOST = 3  # processes besides this one: batches are small, and each holds torch in its memory
+_MOST = 3  # other processes; batches are small, and each process loads torch
 
 
 class Workers:
-    """This process and others beside it; they end with it, and with a `with` block.
+    """This process and others beside it, which end with it or with a `with` block.
 
     Args:
-        others: how many processes besides this one; None: one for each other core, up to three.
+        others: number of other processes; None for one on each other core, up to three.
     """
 
     def __init__(self, others: int | None = None) -> None:
@@ -33,19 +33,22 @@ class Workers:
         return 1 + len(self._others)
 
     def run(self, jobs: Sequence[Sequence[Callable[[], T]]]) -> list[list[T]]:
-        """What jobs return; row by row, each row by a process of its own, the first by this one.
+        """Runs rows of jobs, each row in a process of its own, the first in this one.
 
-        What another process does not answer (its job cannot be pickled, raises an error, or the
-        process has ended) is worked out here.
+        A row is run here if another process does not answer: if its jobs cannot be pickled, one
+        raises an error, or the process has ended.
 
         Args:
             jobs: at most as many rows as there are processes.
+
+        Returns:
+            The results, row by row.
         """
         rows = list(zip(self._others, jobs[1:], strict=False))
         asked = [other if row and other.ask(row) else None for other, row in rows]
         try:
             own = [[job() for job in row] for row in jobs[:1]]
-        finally:  # so that no answer is taken for that to a later question
+        finally:  # read all answers, so that none is taken for that of a later request
             answers = [None if other is None else other.answer() for other in asked]
         for (_, row), answer in zip(rows, answers, strict=True):
             own.append([job() for job in row] if answer is None else answer)
@@ -61,7 +64,7 @@ class Workers:
 
 
 class _Other:
-    """Another process, which works on one row of jobs at a time."""
+    """Another process, which runs one row of jobs at a time."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -72,7 +75,7 @@ class _Other:
         self.end = weakref.finalize(self, process.kill)
 
     def ask(self, jobs: Sequence[Callable[[], object]]) -> bool:
-        """Whether the jobs are worked on."""
+        """Sends jobs; returns whether the process received them."""
         try:
             self._ours.send_bytes(pickle.dumps(jobs))
         except (OSError, *NOT_PICKLED):
@@ -80,16 +83,16 @@ class _Other:
         return True
 
     def answer(self) -> list[Any] | None:
-        """What the jobs return, None if one raises an error of ours or the process has ended."""
+        """Returns the results, or None if a job raised an AutoparError or the process has ended."""
         try:
-            found: list[Any] | None = self._ours.recv()
+            results: list[Any] | None = self._ours.recv()
         except (EOFError, OSError):
             return None
-        return found
+        return results
 
 
 def _serve(theirs: Connection) -> None:
-    """Answers until the other side ends."""
+    """Runs jobs until the other end closes."""
     while True:
         try:
             jobs = pickle.loads(theirs.recv_bytes())
@@ -98,5 +101,5 @@ def _serve(theirs: Connection) -> None:
         try:
             answers = [job() for job in jobs]
         except AutoparError:
-            answers = None  # who asked meets it as well
+            answers = None  # the asking process runs the jobs itself and raises the error
         theirs.send(answers)

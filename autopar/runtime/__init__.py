@@ -1,1 +1,1 @@
-"""The runtime of generated programs; `api.py` is all that they import."""
+"""The runtime of generated programs, which import `api.py` only."""

@@ -1,4 +1,4 @@
-"""All that generated programs import of autopar."""
+"""Everything that generated programs import from autopar."""
 
 from autopar.operators import kernels
 from autopar.operators.own_functions import find_all

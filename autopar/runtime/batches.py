@@ -1,10 +1,10 @@
-"""What a call of a program is given: checked, alike on every rank, on this rank's device.
+"""Checks the batches of a program, compares calls between ranks, and moves batches to the device.
 
-Before a call does anything ranks compare what it is, and checksums of what it was given, so that
-one that calls something else, or whose data loader has parted from the others', is named and nobody
-hangs. On accelerators that would wait for the device; there they do so in the first calls only.
-A checksum of all calls so far also goes with the numbers that every step adds up before its update
-(`step_check.py`), for which nothing waits.
+Before each call, the ranks compare the kind of call and checksums of its inputs. So a rank that
+makes another call, or whose data loader has diverged, is named instead of hanging the others. On
+accelerators a comparison would wait for the device, so only the first calls are compared. In
+addition, a checksum of all calls so far is part of the numbers that every step adds up before its
+update (`step_check.py`), which costs no waiting.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.channel import Channel
 
 _COMPARED_CALLS = 10  # on accelerators
-_SMALL = 2**16  # bytes of which every one goes into a checksum
-_ROW = 1021  # a prime, so that samples that change places change the sums
+_SMALL = 2**16  # up to this size in bytes, a checksum covers the bytes themselves
+_ROW = 1021  # a prime, so that reordered samples change the sums
 _BITS = 20  # of a token; see `step_check.py`
-_KEPT = 64  # calls among which a difference is looked for
+_KEPT = 64  # latest calls that are compared one by one to find a difference
 TOKEN = "%token"  # no input has such a name
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the program: its kind, checksums of its inputs, and texts of what else it reads."""
+    """A call of a program.
+
+    Attributes:
+        kind: such as "step".
+        inputs: checksums of its inputs by name.
+        options: texts of options that must agree, by name.
+    """
 
     kind: str
     inputs: dict[str, int]
@@ -44,13 +50,14 @@ class Intake:
     """Takes the batches of one program.
 
     Args:
-        wanted: the types of the inputs by name, "i64[8, 16]".
-        device: where this rank computes.
-        everyone: what all ranks that take part call through; None for one alone.
+        wanted: types of the inputs by name, "i64[8, 16]".
+        device: the device of this rank.
+        everyone: the channel of all participating ranks; None for a single rank.
 
     Attributes:
-        overlaps: whether a call begins on a rank while others are not done with the one before, so
-            that comparing would make them wait.
+        overlaps: whether a rank may begin a call before others have ended the previous one, so that
+            a comparison would make it wait.
+        compared: in how many calls ranks compare all the same.
     """
 
     def __init__(
@@ -61,10 +68,11 @@ class Intake:
     ) -> None:
         self._wanted, self._device = dict(wanted), device
         self._everyone, self.overlaps = everyone, False
-        self._forget()
+        self.compared = _COMPARED_CALLS
+        self._reset()
 
-    def _forget(self) -> None:
-        """Begin to compare anew, after ranks that differed."""
+    def _reset(self) -> None:
+        """Starts comparing from scratch, after ranks have differed."""
         self._calls, self._host = 0, 0
         self._away = torch.zeros((), dtype=torch.int64, device=self._device)
         self._past: deque[_Call] = deque(maxlen=_KEPT)
@@ -72,22 +80,25 @@ class Intake:
     def take(
         self, batch: Mapping[str, Tensor], kind: str, options: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
-        """The batch on this device, and the token of all calls so far as `TOKEN`.
+        """Checks a batch and moves it to this rank's device.
 
         Args:
             batch: whole tensors by name.
-            kind: of call, "step".
-            options: texts of what else is to be alike, by what it is.
+            kind: of the call, "step".
+            options: texts of options that must agree, by name.
+
+        Returns:
+            The batch by name, and the token of all calls so far as `TOKEN`.
 
         Raises:
-            BatchError: it is not like the captured one, or not the same on every rank.
-            RanksDifferError: the ranks make different calls, or with different options.
+            BatchError: it differs from the captured batch in type, or between ranks in value.
+            RanksDifferError: the ranks make different calls, or have different options.
         """
-        # Before any rank refuses its batch: the others must not wait for one that has stopped.
+        # Compare before any rank refuses its batch, so that the others do not wait for it.
         self.meet(kind, batch, options)
-        found = {name: str(tensor_type(value)) for name, value in batch.items()}
-        for name in {**self._wanted, **found}:
-            wanted, given = self._wanted.get(name), found.get(name)
+        given_types = {name: str(tensor_type(value)) for name, value in batch.items()}
+        for name in {**self._wanted, **given_types}:
+            wanted, given = self._wanted.get(name), given_types.get(name)
             if wanted != given:
                 raise BatchError(
                     f"the input {name!r} is {given or 'missing'}",
@@ -103,7 +114,7 @@ class Intake:
         batch: Mapping[str, Tensor] | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        """Compare a call with those of the other ranks; arguments and errors as of `take`."""
+        """Compares a call with those of the other ranks; arguments and errors as for `take`."""
         if self._everyone is None:
             return
         self._calls += 1
@@ -112,12 +123,12 @@ class Intake:
         self._past.append(_Call(kind, inputs, dict(options or {})))
         self._host = zlib.crc32(f"{self._host} {self._past[-1]}".encode())
         often = self._device.type == "cpu" and not self.overlaps
-        compared = often or self._calls <= _COMPARED_CALLS or batch is None
+        compared = often or self._calls <= self.compared or batch is None
         if compared and not self._alike():
             raise self.differences()
 
     def _checksum(self, name: str, value: Tensor) -> int:
-        """Of an input that is on the host; one on a device goes into the sum that is there."""
+        """Returns the checksum of an input on the host; adds one on a device to the sum there."""
         value, start = value.detach(), zlib.crc32(f"{name} {tensor_type(value)}".encode())
         if value.device.type == "cpu":
             return _checksum(value, start)
@@ -126,12 +137,12 @@ class Intake:
         return start
 
     def _token(self) -> Tensor:
-        """A number for all calls so far, f64[] on the device."""
+        """Returns a number for all calls so far, f64[] on the device."""
         token: Tensor = (self._away + self._host) & (2**_BITS - 1)
         return token.double()
 
     def _alike(self) -> bool:
-        """Whether all ranks have made the same calls."""
+        """Returns whether all ranks have made the same calls."""
         assert self._everyone is not None
         number = (int(self._away) * _ROW + self._host) & (2**62 - 1)
         span = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
@@ -139,9 +150,9 @@ class Intake:
         return int(span[0]) == -int(span[1])
 
     def differences(self) -> AutoparError:
-        """How the ranks differ; all of them call it, and get the same."""
+        """Returns the error that says how the ranks differ; all of them call it."""
         ranks = gathered(list(self._past))
-        self._forget()
+        self._reset()
         for calls in zip(*ranks, strict=False):
             for rank, call in enumerate(calls):
                 if call != calls[0]:
@@ -150,7 +161,7 @@ class Intake:
 
 
 def _difference(rank: int, first: _Call, other: _Call) -> AutoparError:
-    """How a rank's call differs from the first rank's."""
+    """Returns the error that says how a rank's call differs from the first rank's."""
     where = f"rank {rank}"
     if first.kind != other.kind:
         return RanksDifferError(
@@ -169,20 +180,20 @@ def _difference(rank: int, first: _Call, other: _Call) -> AutoparError:
         f"the ranks differ in {name}",
         where=where,
         why=f"rank 0 has {mine}, rank {rank} has {its}",
-        todo="change the optimizer's options, as schedulers do, alike on every rank",
+        todo="change the optimizer's options in the same way on every rank",
     )
 
 
 def _of_batches(why: str) -> BatchError:
     return BatchError(
-        "the ranks hold different batches",
+        "the ranks have different batches",
         why=why,
-        todo="give every rank the same whole batch (the same seed, no DistributedSampler)",
+        todo="pass the same whole batch on every rank (the same seed, no DistributedSampler)",
     )
 
 
 def _checksum(value: Tensor, start: int) -> int:
-    """A checksum of a tensor on the CPU: of a small one's bytes, of a large one's sums."""
+    """Returns a checksum of a CPU tensor, of its bytes if small, of its sums if large."""
     parts = _sums(value) if value.nbytes > _SMALL else (_bytes(value),)
     for part in parts:
         start = zlib.crc32(part.numpy().tobytes(), start)
@@ -194,9 +205,9 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 def _sums(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sums of a tensor's bytes, eight at a time, over rows of a prime length; the rest.
+    """Returns weighted sums of a tensor's 8-byte words over rows of a prime length, and the rest.
 
-    They change with every single element, and with the places of elements.
+    They change if any element changes, or if elements change places.
     """
     flat = _bytes(value)
     if flat.storage_offset() % 8:

@@ -1,10 +1,10 @@
-"""A step as one CUDA graph: forward, backward and update are launched at once, with no Python.
+"""Runs a step as one CUDA graph, which launches forward, backward and update without Python.
 
-The first steps run as they are, on a stream of their own, so that everything is allocated and
-compiled that is once. The next one is captured, and from then on replayed on inputs that are copied
-to where it reads them (CUDA C++ Programming Guide, "CUDA Graphs"; torch.cuda.CUDAGraph).
+The first steps run eagerly on a stream of their own, which allocates and compiles everything that
+is needed once. The next step is captured, and later steps copy their inputs to where the graph
+reads them and replay it (CUDA C++ Programming Guide, "CUDA Graphs"; torch.cuda.CUDAGraph).
 
-Only what waits for nothing on the host can be captured; `refuse` says what cannot.
+A step that waits for the host cannot be captured; `refuse` says why.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 
-WARM = 3  # steps before the capture
+WARM = 3  # eager steps before the capture
 Inputs = Mapping[str, Tensor]
-# The loss, and the norm of the gradients where it is wanted.
+# The loss, and the norm of the gradients if it is needed.
 Results = tuple[Tensor, Tensor | None]
 
 
 def refuse(device: torch.device, *, random: bool, offloaded: bool, counted: bool) -> None:
-    """ProgramError if a step cannot be captured.
+    """Raises ProgramError if a step cannot be captured.
 
     Args:
-        device: where it runs.
+        device: the device of the program.
         random: whether it draws random numbers.
-        offloaded: whether something lies in host memory.
-        counted: whether the optimizer counts its steps on the device, and reads its options there.
+        offloaded: whether it offloads anything to host memory.
+        counted: whether the optimizer counts its steps, and reads its options, on the device.
     """
-    why, todo = "", "leave cuda_graph out"
+    why, todo = "", "omit cuda_graph"
     if device.type != "cuda":
-        why = f"it runs on a device of type {device.type}, and graphs are CUDA's"
+        why = f"it runs on a device of type {device.type}, which has no CUDA graphs"
     elif dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "nccl":
         why = f"collectives of {dist.get_backend()} run on the host"
     elif random:
         why = "its random numbers are seeded on the host in every step"
     elif offloaded:
-        why, todo = "the host waits for copies to and from its memory", "leave offload out"
+        why, todo = "the host waits for copies to and from its memory", "omit offload"
     elif not counted:
         why = "the optimizer counts its steps on the host"
         todo = 'train with torch.optim.AdamW and fuse=["adamw"], or ' + todo
@@ -50,12 +50,12 @@ def refuse(device: torch.device, *, random: bool, offloaded: bool, counted: bool
 
 
 class CudaGraph:
-    """Makes steps, from some step on by replaying one.
+    """Runs steps eagerly at first, and later by replaying a captured one.
 
     Args:
-        step: what is captured: a step on inputs that are on the device.
-        refresh: what the host does before every replay.
-        cuda: `torch.cuda`, or what stands for it in a test.
+        step: the step to capture, a function of inputs on the device.
+        refresh: the host's work before every replay.
+        cuda: `torch.cuda`, or its replacement in a test.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class CudaGraph:
         self.reset()
 
     def reset(self) -> None:
-        """Capture anew: tensors that a step reads are others now."""
+        """Captures again, because a step's tensors have been replaced."""
         self._warm, self._graph = 0, None
         self._inputs: dict[str, Tensor] = {}
         self._results: Results | None = None
 
     def __call__(self, inputs: Inputs) -> Results:
-        """One step; what it returns is the caller's.
+        """Runs one step; the caller owns the results.
 
         Raises:
-            ProgramError: something in the step cannot be captured.
+            ProgramError: part of the step cannot be captured.
         """
         if self._warm < WARM:
             self._warm += 1
-            return self._beside(inputs)
+            return self._eager(inputs)
         if self._graph is None:
             self._capture(inputs)
         for name, held in self._inputs.items():
@@ -91,8 +91,8 @@ class CudaGraph:
         loss, norm = self._results
         return loss.clone(), None if norm is None else norm.clone()
 
-    def _beside(self, inputs: Inputs) -> Results:
-        """A step as it is, on the stream on which one is captured."""
+    def _eager(self, inputs: Inputs) -> Results:
+        """Runs an eager step on the stream that captures."""
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
             results = self._step(inputs)
@@ -100,17 +100,17 @@ class CudaGraph:
         return results
 
     def _capture(self, inputs: Inputs) -> None:
-        """Take down a step without making it."""
+        """Captures a step without running it."""
         held = {name: tensor.clone() for name, tensor in inputs.items()}
         graph = self._cuda.CUDAGraph()
         try:
-            # Other threads, as the one that watches NCCL, may go on calling CUDA.
+            # Other threads, such as NCCL's watchdog, may go on calling CUDA.
             with self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 results = self._step(held)
         except RuntimeError as error:
             raise ProgramError(
                 "the step cannot be a CUDA graph",
                 why=str(error).strip().partition("\n")[0],
-                todo="leave cuda_graph out",
+                todo="omit cuda_graph",
             ) from error
         self._graph, self._inputs, self._results = graph, held, results

@@ -1,4 +1,4 @@
-"""Runs a generated program on one device: its parameters, its optimizer, one step at a time."""
+"""Runs a generated program on one device: its parameters, its optimizer and its steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
@@ -23,7 +24,6 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
 
@@ -31,16 +31,16 @@ from autopar.runtime.update.update import Training, Update
 class Executor:
     """One device's part of a program.
 
-    `state.parameters`, `tensors` and `weights.updated` stand in one order: what the program stores,
-    what this device holds of it, and what its optimizer updates of that.
+    `state.parameters`, `tensors` and `weights.updated` have the same order: the program's
+    parameters, this device's shards of them, and the parts that its optimizer updates.
 
     Args:
         program: the loaded program.
         runtime: the mesh.
-        values: every parameter and buffer by name, whole; the first rank's count.
+        values: every parameter and buffer by name, whole; all ranks take the first rank's.
         training: how the local parameters are updated.
-        tied: further names of parameters.
-        cuda_graph: whether a step is captured and replayed.
+        tied: additional names of parameters.
+        cuda_graph: whether to capture a step and replay it.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -59,7 +59,7 @@ class Executor:
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
-        runtime.chosen = program.collectives
+        runtime.chosen = checked(program.collectives, program.mesh)
         self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
@@ -85,7 +85,6 @@ class Executor:
             self.weights.scattered,
             [self.weights],
         )
-        refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.update.compare()
         self._written = [self.named[key] for key in program.written]
         self.grad_norm: Tensor | None = None
@@ -102,7 +101,7 @@ class Executor:
         self._intake = Intake(program.inputs, runtime.device, everyone.channel)
 
     def _graphed(self) -> CudaGraph:
-        """What captures and replays a step; ProgramError if one cannot be captured."""
+        """Returns the object that captures and replays a step; raises ProgramError as `refuse`."""
         program, kernel = self.program, self.update.kernel
         refuse(
             self.runtime.device,
@@ -115,20 +114,20 @@ class Executor:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of what this device updates."""
+        """The optimizer of this device's parameters."""
         return self.update.optimizer
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward, backward and optimizer step on a batch that all ranks hold whole.
+        """Runs forward, backward and optimizer step on a batch that all ranks have whole.
 
         Returns:
-            The loss, a scalar, the same on every rank. `grad_norm` is the gradients' norm before
-            clipping.
+            The loss, a scalar, the same on every rank. `grad_norm` is then the norm of the
+            gradients before clipping.
 
         Raises:
-            BatchError: the batch is not like the captured one, or not the same on every rank.
+            BatchError: the batch differs from the captured one in type, or between ranks in value.
             NonFiniteError: loss or gradients are not finite; nothing is updated.
-            RanksDifferError: other ranks make another call, or with other options.
+            RanksDifferError: other ranks make another call, or have other options.
             ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
@@ -145,10 +144,10 @@ class Executor:
         return loss
 
     def _step(self, inputs: Mapping[str, Tensor]) -> Results:
-        """The loss of inputs on the device, and the gradients' norm; parameters are others then."""
+        """Runs a step on inputs on the device; returns the loss and the norm of the gradients."""
         part = self.runtime.peers.recorder.part
-        self.optimizer.zero_grad(set_to_none=True)
-        self.gradients.drop()  # those of a step that failed
+        self.update.forget()
+        self.gradients.drop()  # of a step that failed
         self.update.check.keep(self._written)
         self.writes.drop()
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
@@ -175,11 +174,11 @@ class Executor:
         return self.state.squares(self.weights.gradients, add=self.update.squares)
 
     def meet(self, call: str) -> None:
-        """Compare a call with those of the other ranks, and end the steps before it.
+        """Compares a call with those of the other ranks, and waits for earlier steps.
 
         Raises:
-            RanksDifferError: other ranks make another one.
-            NonFiniteError, BatchError: of a step that the host had not read of yet.
+            RanksDifferError: other ranks make another call.
+            NonFiniteError, BatchError: of an earlier step, whose check the host had not read yet.
         """
         with self.watch:
             self._intake.meet(call)
@@ -187,7 +186,7 @@ class Executor:
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs by name, whole and on every rank; raises what `step` raises."""
+        """Returns the outputs by name, whole on every rank; raises the errors of `step`."""
         with self.watch, self.runtime.peers.recorder.within("evaluation"):
             inputs = self._prepare(batch, "forward")
             self.update.check.settle(self._intake.differences)
@@ -201,7 +200,7 @@ class Executor:
             return whole
 
     def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
-        """The loss, and all other `outputs`; without these, those that cost nothing more."""
+        """Returns the loss and the other outputs; without `outputs`, only those that are free."""
         given = self.runtime.given(self.writes.given)
         random = synchronised(self.runtime) if self.program.random else nullcontext()
         with self.runtime.writing(self.writes), random:
@@ -210,24 +209,24 @@ class Executor:
     def _prepare(
         self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
-        """The batch on this device, after checks."""
+        """Checks a batch and moves it to this device."""
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
-                why="it was compiled from a model on the meta device, or a load broke off",
+                why="it was compiled from a model on the meta device, or loading was interrupted",
                 todo="call program.load_state_dict(...) first",
             )
         return self._intake.take(batch, call, options)
 
     def close(self) -> None:
-        """Give back threads, descriptors and process groups; no call works from then on."""
+        """Releases threads, descriptors and process groups; no call works afterwards."""
         self.watch.close()
         self.runtime.close()
 
     @property
     def held(self) -> list[Held]:
-        """What this rank holds of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors, self.weights, averages=self.update.averages)
+        """This rank's shards of every parameter and buffer, for checkpoints."""
+        return held_of(self.state, self.tensors, self.weights, self.update)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -235,9 +234,10 @@ class Executor:
         return self.state.shapes
 
     def state_dict(self, average: bool = False) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank; masters where there are.
+        """Returns every parameter (its master, if any) and buffer by name, whole, on every rank.
 
-        With `average` the averages of what is trained.
+        Args:
+            average: whether to return averages of trained parameters.
         """
         weights, state = self.weights, self.state
         if average:
@@ -246,7 +246,7 @@ class Executor:
         return state.state_dict(self.tensors, weights.values, state.with_master)
 
     def refresh(self) -> None:
-        """Make what is held again of what the optimizer updates."""
+        """Recomputes the stored parameters from what the optimizer updates."""
         self.weights.cut()
         self.weights.gather()
         self.update.settle()
@@ -254,7 +254,7 @@ class Executor:
             self.graph.reset()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
+        """Loads a full or DTensor state_dict; raises StateError if it does not fit."""
         self._load(values)
         self.update.restart()
         if self.graph is not None:

@@ -1,7 +1,7 @@
-"""A program as a folder that runs by itself: `torchrun --nproc-per-node 4 out/program.py`.
+"""Writes and runs a program as a folder: `torchrun --nproc-per-node 4 out/program.py`.
 
-program.py           the generated source and a loop to edit
-plan.toml, graph.txt what it was made from
+program.py           the generated source and a training loop to edit
+plan.toml, graph.txt its plan and graph
 program.toml         tied names, optimizer, clipping
 weights.safetensors  parameters and buffers, whole
 batch.safetensors    an example batch
@@ -37,12 +37,12 @@ from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.runtime.update.update import Training
 
 SETTINGS = Kind("the program's settings", ProgramError, "save the program again")
-MARKER = "program.toml"  # written last: a folder without it is not whole
+MARKER = "program.toml"  # written last: a folder without it is incomplete
 Content = TypeVar("Content")
 MAIN = '''
 
 def batches(example):
-    """Batches to train on: whole and alike on every rank. Put your own data here."""
+    """Yields whole batches, the same on every rank. Replace them by your own data."""
     for _ in range(10):
         yield example
 
@@ -58,14 +58,14 @@ _IMPORT = re.compile("^from autopar.runtime.api import .*$", re.MULTILINE)
 
 
 def standalone(source: str) -> str:
-    """The source with a training loop that runs it."""
-    own = "from autopar.runtime.folder import open_program"
-    lines = _IMPORT.sub(lambda found: f"{found.group()}\n{own}", source, count=1)
+    """Returns the source with a training loop."""
+    line = "from autopar.runtime.folder import open_program"
+    lines = _IMPORT.sub(lambda match: f"{match.group()}\n{line}", source, count=1)
     return lines.rstrip() + "\n" + MAIN
 
 
 def describe_optimizer(factory: OptimizerFactory) -> dict[str, Any]:
-    """Name and keywords of a torch optimizer, as data; empty if it is anything else."""
+    """Returns name and keywords of a torch optimizer as data; empty for any other factory."""
     base = factory.func if isinstance(factory, functools.partial) else factory
     keywords = dict(factory.keywords) if isinstance(factory, functools.partial) else {}
     name = getattr(base, "__name__", "")
@@ -87,10 +87,10 @@ def write(
     tensors: Mapping[str, Mapping[str, Tensor]],
     marker: str = MARKER,
 ) -> Path:
-    """Write a folder whole or not at all.
+    """Writes a folder atomically.
 
     Args:
-        folder: where; files of the same names in it are replaced.
+        folder: its path; files of the same names in it are replaced.
         files: name -> text.
         tensors: name -> tensors of a safetensors file.
         marker: the file that is written last.
@@ -99,8 +99,8 @@ def write(
         The folder.
 
     Raises:
-        ProgramError: another job is writing there, or the folder cannot be written; it is as it
-            was.
+        ProgramError: another job is writing there, or the folder cannot be written; it is unchanged
+            then.
     """
     folder = Path(folder)
     try:
@@ -148,9 +148,9 @@ class OpenProgram:
     """A saved program on this device.
 
     Attributes:
-        rank: this process's.
+        rank: of this process.
         example: the example batch.
-        executor: what runs it.
+        executor: runs the program.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -174,33 +174,36 @@ class OpenProgram:
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One training step; the loss."""
+        """Runs one training step; returns the loss."""
         return self.executor.step(batch)
 
     def close(self) -> None:
-        """Give back what the program holds of the system; it makes no more steps."""
+        """Releases the program's threads, descriptors and process groups."""
         self.executor.close()
 
 
 def open_settings(path: Path) -> dict[str, Any]:
-    """The entries of program.toml; ProgramError if it is missing or one is damaged."""
+    """Reads program.toml; raises ProgramError if it is missing or an entry is malformed."""
     read(path, lambda path: path)
     fields = Fields(SETTINGS.toml(SETTINGS.text(path), str(path)), ProgramError, str(path))
     tables: dict[str, Check] = {"optimizer": _optimizer, "tied": Table(Text()), "options": _options}
-    found = {name: fields.take(name, check, {}) for name, check in tables.items()}
+    settings = {name: fields.take(name, check, {}) for name, check in tables.items()}
     bounds = {"clip_norm": Number(above=True), "ema": Number(0, 1)}
-    found |= {name: fields.take(name, check, None) for name, check in bounds.items()}
-    words = Text(known=("raise", "skip", "continue"))
-    found["on_nonfinite"] = fields.take("on_nonfinite", words, "raise")
+    settings |= {name: fields.take(name, check, None) for name, check in bounds.items()}
+    policies = Text(known=("raise", "skip", "continue"))
+    settings["on_nonfinite"] = fields.take("on_nonfinite", policies, "raise")
     fields.end()
-    return found
+    return settings
 
 
 def _optimizer(table: Any) -> dict[str, Any]:
     fields = Fields(table, ProgramError, "the optimizer")
-    found = {"name": fields.take("name", Text()), "keywords": fields.take("keywords", _plains, {})}
+    settings = {
+        "name": fields.take("name", Text()),
+        "keywords": fields.take("keywords", _plains, {}),
+    }
     fields.end()
-    return found
+    return settings
 
 
 def _options(table: Any) -> dict[str, Any]:
@@ -208,15 +211,15 @@ def _options(table: Any) -> dict[str, Any]:
 
 
 def _plains(table: Any) -> dict[str, Any]:
-    """Keywords with plain values."""
-    found = Table(lambda value: value)(table)
-    if not all(map(_plain, found.values())):
+    """Returns keywords with plain values; raises ValueError for others."""
+    keywords = Table(lambda value: value)(table)
+    if not all(map(_plain, keywords.values())):
         raise ValueError("plain values are expected")
-    return found
+    return keywords
 
 
 def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
-    """The optimizer that program.toml names; ProgramError if torch has none of that name."""
+    """Returns the optimizer that program.toml names; raises ProgramError if it is unknown."""
     chosen = settings.get("optimizer") or {"name": "AdamW"}
     kind = getattr(torch.optim, chosen["name"], None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -225,7 +228,7 @@ def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
 
 
 def training_of(settings: Mapping[str, Any], folder: Path) -> Training:
-    """How program.toml says that a program trains; raises what `optimizer_of` does."""
+    """Returns the training settings of program.toml; raises the errors of `optimizer_of`."""
     return Training(
         optimizer_of(settings, folder),
         settings.get("clip_norm"),
@@ -236,14 +239,14 @@ def training_of(settings: Mapping[str, Any], folder: Path) -> Training:
 
 
 def read(path: Path, reader: Callable[[Path], Content]) -> Content:
-    """What `reader` makes of a saved program's file; ProgramError if missing or damaged."""
+    """Reads a file of a saved program; raises ProgramError if it is missing or damaged."""
     if not path.exists():
         if path.suffix != ".safetensors":
             raise ProgramError(f"{path} is missing", todo="save the program again")
         raise ProgramError(
             f"{path} is missing",
             why="a program emitted from a plan alone has neither weights nor data",
-            todo="save them there with safetensors, under the names in program.py",
+            todo="save them there with safetensors, with the names in program.py",
         )
     try:
         return reader(path)
@@ -253,7 +256,7 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
 
 @contextmanager
 def unchanged(folder: Path, marker: str = MARKER) -> Iterator[None]:
-    """Inside, a saved program is read; ProgramError if another save replaces it meanwhile."""
+    """Returns a context for reading a program; raises ProgramError if another save replaces it."""
 
     def version() -> tuple[int, int]:
         try:
@@ -267,23 +270,23 @@ def unchanged(folder: Path, marker: str = MARKER) -> Iterator[None]:
     if version() != before:
         raise ProgramError(
             f"{folder} was replaced while it was opened",
-            why="half of what was read is of one save, half of another",
+            why="the files that were read belong to different saves",
             todo="start again",
         )
 
 
 def read_text(path: Path) -> str:
-    """A file's text."""
+    """Reads a text file."""
     return path.read_text(encoding="utf-8")
 
 
 @contextmanager
 def open_program(file: str) -> Iterator[OpenProgram]:
-    """The program that `file` belongs to, in the process group that torchrun describes.
+    """Opens the program that `file` belongs to, in the process group that torchrun describes.
 
     Raises:
         ProgramError: a file of the folder is missing or damaged.
-        MeshError: there are more or fewer processes than the mesh has devices.
+        MeshError: the number of processes differs from the mesh's number of devices.
     """
     with processes(), closing(OpenProgram(Path(file).parent)) as program:
         yield program
@@ -291,7 +294,7 @@ def open_program(file: str) -> Iterator[OpenProgram]:
 
 @contextmanager
 def processes() -> Iterator[None]:
-    """Inside, the process group that torchrun describes, unless there is one already."""
+    """Returns a context with torchrun's process group, unless there is one already."""
     mine = not dist.is_initialized() and dist.is_torchelastic_launched()
     if mine:
         join_process_group()
@@ -303,7 +306,7 @@ def processes() -> Iterator[None]:
 
 
 def join_process_group() -> None:
-    """Join the processes that torchrun started: nccl with one device each, or gloo on the CPU."""
+    """Joins the processes that torchrun started: nccl with one device each, or gloo on the CPU."""
     if torch.cuda.is_available():
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_node_local_rank())

@@ -1,7 +1,7 @@
-"""A generated program as the runtime sees it: the one place that reads what its module defines.
+"""A generated program as the runtime sees it: only this file reads what its module defines.
 
-A module may be edited by hand. What it must define is checked when it is loaded, what it may leave
-out has its default here, and everything else of the runtime reads typed fields.
+A module may be edited by hand. Required definitions are checked when it is loaded, optional ones
+get their defaults here, and the rest of the runtime reads typed fields.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Generated:
 
     Attributes:
         module: its functions.
-        mesh: the devices that it is for.
+        mesh: its devices.
         inputs: name -> dtype and shape of a value of the batch, "i64[8, 16]".
-        received: name -> a value that a stage of a pipeline has from another stage.
-        outputs: name -> dtype, global shape and layout of what `forward` returns.
-        loss: the name of the loss among these; None without one.
-        parameters: what it stores, in its precision.
-        precision: the dtypes in which it computes, is updated and sends gradients.
-        bucket: bytes of gradients, or of parameters, that go together.
-        host_state: whether optimizer state lies in host memory between updates.
-        fused_update: whether AdamW's step is a kernel.
-        aside: whether `forward(..., outputs=False)` leaves outputs out.
+        received: name -> a value that another stage of the pipeline sends.
+        outputs: name -> dtype, global shape and layout of a result of `forward`.
+        loss: the name of the loss among these; None if there is none.
+        parameters: its parameters, in its precision.
+        precision: dtypes of compute, updates and gradients in messages.
+        bucket: bytes of gradients, or of parameters, in one call.
+        host_state: whether optimizer state is in host memory between updates.
+        fused_update: whether a kernel runs the step of AdamW.
+        aside: whether `forward(..., outputs=False)` skips outputs.
         written: the buffers that `forward` writes, by key.
         random: whether it draws random numbers.
-        collectives: the algorithms that run collectives which name none.
+        collectives: algorithms of collectives that do not name one.
     """
 
     module: ModuleType
@@ -82,10 +82,10 @@ class Generated:
 
     @classmethod
     def of(cls, module: ModuleType) -> Generated:
-        """Read what a module defines.
+        """Reads the definitions of a module.
 
         Raises:
-            ProgramError: it lacks something, or something has another type or cannot be read.
+            ProgramError: a definition is missing, has the wrong type, or cannot be parsed.
         """
         given = _constants(module)
         try:
@@ -117,18 +117,18 @@ class Generated:
 
     @property
     def widened(self) -> dict[torch.dtype, torch.dtype]:
-        """Dtypes of activations, and those in which they are summed over devices."""
+        """Dtypes of activations -> dtypes in which they are summed over devices."""
         pairs = self.precision.widened.items()
         return {TORCH_DTYPES[narrow]: TORCH_DTYPES[wide] for narrow, wide in pairs}
 
     @property
     def host_bucket(self) -> int | None:
-        """Bytes of parameters whose state comes from the host together; None if none does."""
+        """Bytes of parameters whose state comes from the host together; None without host state."""
         return self.bucket if self.host_state else None
 
     @property
     def stows(self) -> bool:
-        """Whether activations lie in host memory between forward and backward."""
+        """Whether activations are offloaded between forward and backward."""
         return "stowed" in self.module.forward.__code__.co_names
 
     def forward(
@@ -138,27 +138,27 @@ class Generated:
         batch: Mapping[str, Tensor],
         outputs: bool = True,
     ) -> dict[str, Tensor]:
-        """Run the program on one device.
+        """Runs the program on one device.
 
         Args:
             runtime: the mesh.
-            given: parameters and buffers by key, this device's part of each.
-            batch: the inputs by name, and what a stage receives.
-            outputs: whether outputs are asked for that cost more than the loss alone.
+            given: this device's shards of parameters and buffers, by key.
+            batch: the inputs by name, and the values that a stage receives.
+            outputs: whether to compute outputs that cost more than the loss alone.
 
         Returns:
-            The outputs by name, this device's part of each.
+            This device's shards of the outputs, by name.
         """
         less = {} if outputs or not self.aside else {"outputs": False}
         return dict(self.module.forward(runtime, given, batch, **less))
 
     def draw(self, runtime: Runtime) -> None:
-        """Draw the random numbers of a forward, and forget them."""
+        """Advances the generators as a forward does."""
         self.module.draw(runtime)
 
 
 def _constants(module: ModuleType) -> dict[str, Any]:
-    """The constants of a module that a program may define; ProgramError names a wrong one."""
+    """Returns the constants that a program may define; raises ProgramError naming a wrong one."""
     here = vars(module)
     functions = ["parameters", "forward"]
     missing = [name for name in (*_REQUIRED, *functions) if name not in here]
@@ -170,7 +170,7 @@ def _constants(module: ModuleType) -> dict[str, Any]:
     for name, kind in {**_REQUIRED, **_OPTIONAL}.items():
         if name in here and not isinstance(here[name], kind):
             raise ProgramError(
-                f"{name} of the program {module.__file__} is of a wrong type",
+                f"{name} of the program {module.__file__} has the wrong type",
                 why=f"it is {str(here[name])[:200]}, a {type(here[name]).__name__}",
                 todo="compare it with a program that autopar emits",
             )

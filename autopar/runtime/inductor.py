@@ -1,8 +1,8 @@
-"""A loaded program whose segments torch.compile has compiled, each a graph without a break.
+"""Compiles the segments of a program with torch.compile, each as a graph without a break.
 
-Collectives stay outside of what is compiled (see `segments`), since they are calls of another
-library with an order that all ranks must keep; kernels are opaque inside. The function of a block
-is the same for all blocks of a run, and so are its segments: each is compiled once.
+Collectives stay outside of the compiled segments (see `segments`), because their order must be the
+same on all ranks; kernels are opaque inside. All blocks of a run share one function, so each of its
+segments is compiled once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ BACKENDS = ("eager", "aot_eager", "inductor")
 
 
 def loaded(source: str, filename: str, backend: str) -> Generated:
-    """A program, compiled by a backend.
+    """Loads a program and compiles it with a backend.
 
     Args:
         source: a program that `emit` wrote.
-        filename: what tracebacks call it.
+        filename: its name in tracebacks.
         backend: one of `BACKENDS`.
 
     Raises:
-        ProgramError: there is no such backend; see `load`, `Generated.of`. A step raises one where
-            a segment cannot be compiled, as without a C++ compiler on a CPU, Triton on a GPU.
+        ProgramError: the backend is unknown, or as `load` and `Generated.of`. A step raises it if a
+            segment cannot be compiled, for example without a C++ compiler on a CPU or Triton on a
+            GPU.
     """
     check(backend)
     if backend == "eager":
@@ -45,15 +46,15 @@ def loaded(source: str, filename: str, backend: str) -> Generated:
 
 
 def check(backend: str) -> None:
-    """ProgramError unless there is such a backend."""
+    """Raises ProgramError if the backend is unknown."""
     if backend not in BACKENDS:
         raise ProgramError(
-            f"there is no backend {backend!r}", why=f"there are {', '.join(BACKENDS)}"
+            f"there is no backend {backend!r}", why=f"backends are {', '.join(BACKENDS)}"
         )
 
 
 class _Compiled:
-    """A segment, compiled when it is called for the first time."""
+    """A segment, which is compiled at its first call."""
 
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._name, self._backend, self._eager = function.__name__, backend, function

@@ -1,4 +1,4 @@
-"""Source text -> a module whose tracebacks show the generated lines."""
+"""Loads source text as a module whose tracebacks show the generated lines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autopar.errors import ProgramError
 
 
 def load(source: str, filename: str, tree: ast.Module | None = None) -> ModuleType:
-    """The module that `source` defines.
+    """Returns the module that `source` defines.
 
     Args:
-        source: a program that `emit` wrote, edited or not.
-        filename: what tracebacks call it; need not exist, the lines are kept with it.
-        tree: what is run in its place, with its lines.
+        source: a program that `emit` wrote, possibly edited.
+        filename: its name in tracebacks; need not exist, because the lines are kept with it.
+        tree: the syntax tree to run instead, with the source's lines.
 
     Raises:
-        ProgramError: the source is no Python, or fails.
+        ProgramError: the source does not parse, or running it fails.
     """
     module = ModuleType(Path(filename).stem)
     module.__file__ = filename

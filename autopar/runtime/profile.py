@@ -1,9 +1,9 @@
-"""A measured step as a picture in time, for ui.perfetto.dev: what every rank did when.
+"""Records a step of all ranks as a timeline for ui.perfetto.dev.
 
-torch's profiler records the step on every rank. What is kept of it: the parts of the step
-(parts.py), the outermost operators, calls of collectives, what is sent, and kernels of
-accelerators. The first rank writes all ranks into one file, a process row for each, in the form of
-simulated traces.
+torch's profiler records the step on every rank. Of its events, the timeline keeps the parts of the
+step (step_parts.py), the outermost operators, calls of collectives, messages, and kernels of
+accelerators. The first rank writes all ranks into one file, with a process row for each, in the
+form of simulated traces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import profile as torch_profile
 from autopar.errors import ProgramError
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Peers
-from autopar.runtime.step_parts import CLOCK, part, read_part
+from autopar.runtime.step_parts import CLOCK, WAIT, part, read_part
 
 _STEP, _OPERATORS, _DEVICE, _CALLS, _NETWORK = "step", "operators", "stream", "calls", "network"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -32,7 +32,14 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that one rank did, in microseconds of its own clock."""
+    """An event on one rank.
+
+    Attributes:
+        row: of the timeline.
+        kind: category.
+        name: shown in the timeline.
+        start, length: microseconds of the rank's own clock.
+    """
 
     row: str
     kind: str
@@ -43,12 +50,12 @@ class Event:
 
 @contextmanager
 def profiled(path: str | Path | None) -> Iterator[None]:
-    """Profile what is done inside, a step, and write it to `path`; nothing without a path.
+    """Returns a context that profiles a step and writes it to `path`; does nothing without a path.
 
-    All ranks enter it, with one path; the first one writes.
+    All ranks enter it with the same path; the first one writes.
 
     Raises:
-        ProgramError: the file cannot be written; on every rank.
+        ProgramError: the file cannot be written; raised on every rank.
     """
     if path is None:
         yield
@@ -60,7 +67,7 @@ def profiled(path: str | Path | None) -> Iterator[None]:
         everyone = Peers.here().everyone
         if everyone is not None:
             everyone.barrier()
-        with part(CLOCK, ""):  # about the same moment on all ranks
+        with part(CLOCK, ""):  # at about the same moment on all ranks
             pass
         yield
         if torch.cuda.is_available():
@@ -70,76 +77,81 @@ def profiled(path: str | Path | None) -> Iterator[None]:
 
 
 def _raw(recording: torch_profile) -> list[dict[str, Any]]:
-    """What torch's profiler recorded, as Chrome's events."""
+    """Returns the profiler's events in Chrome's format."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recording.export_chrome_trace(str(file))
-        # Names of kernels may hold bytes that are no text.
-        found = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
-    events: list[dict[str, Any]] = found["traceEvents"]
+        # Names of kernels may contain bytes that are not text.
+        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
+    events: list[dict[str, Any]] = trace["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def _events(raw: Sequence[dict[str, Any]]) -> list[Event]:
-    """What is shown of a rank."""
-    found: list[Event] = []
+    """Returns the events of a rank that the timeline shows."""
+    events: list[Event] = []
     operators: list[tuple[str, Any, float, float, str]] = []
     for event in raw:
         name, category = str(event["name"]), event.get("cat", "")
         span = (float(event["ts"]), float(event["dur"]))
         named = read_part(name) if category == "user_annotation" else None
         if named is not None:
-            found.append(Event(_STEP, *named, *span))
+            events.append(Event(_STEP, *named, *span))
         elif name.startswith(("gloo:", "nccl:")) and category != "gpu_user_annotation":
-            found.append(Event(_NETWORK, "communication", name, *span))
+            events.append(Event(_NETWORK, "communication", name, *span))
         elif category in _KERNELS:
-            found.append(Event(f"{_DEVICE} {event['tid']}", category, name, *span))
+            events.append(Event(f"{_DEVICE} {event['tid']}", category, name, *span))
         elif category == "cpu_op":
             operators.append((_OPERATORS, event["tid"], *span, name))
-            if "c10d" in name:  # it may wait for others, inside another operator
+            if "c10d" in name:  # a collective inside another operator
                 operators.append((_CALLS, event["tid"], *span, name))
     ends: dict[tuple[str, Any], float] = {}
     for row, thread, start, length, name in sorted(operators, key=lambda one: (one[2], -one[3])):
         if start >= ends.get((row, thread), 0.0):
             ends[row, thread] = start + length
-            found.append(Event(row, "call" if row == _CALLS else "operator", name, start, length))
-    return found
+            events.append(Event(row, "call" if row == _CALLS else "operator", name, start, length))
+    return events
 
 
 def _gathered(own: tuple[str, list[Event]]) -> list[tuple[str, list[Event]]]:
-    """Every rank's, on the first one."""
+    """Gathers the events of all ranks on the first one."""
     everyone = Peers.here().everyone
     return [own] if everyone is None else everyone.gather_object(own, 0)
 
 
 def merged(ranks: Sequence[tuple[str, Sequence[Event]]]) -> str:
-    """All ranks in one trace: hosts with their ranks' events, in rank order.
+    """Returns all ranks' events as one trace, in rank order.
 
-    A host has one clock; those of several hosts are set alike where their last ranks left the
-    barrier before the step.
+    The clocks of different hosts are aligned at the moment when their last ranks left the barrier
+    before the step.
+
+    Args:
+        ranks: host and events of each rank.
     """
     zero: dict[str, float] = {}
     for host, events in ranks:
         left = max(event.start for event in events if event.kind == CLOCK)
         zero[host] = max(zero.get(host, left), left)
-    made: list[dict[str, Any]] = []
+    events_: list[dict[str, Any]] = []
     for rank, (host, events) in enumerate(ranks):
-        made += _rows(rank, f"rank {rank} on {host}, measured", events, zero[host])
-    return json.dumps({"traceEvents": made, "displayTimeUnit": "ms"})
+        waits = [event.length for event in events if event.kind == WAIT]
+        waiting = f", waits {sum(waits) / 1e6:.6f} s for others" if waits else ""
+        events_ += _rows(rank, f"rank {rank} on {host}, measured{waiting}", events, zero[host])
+    return json.dumps({"traceEvents": events_, "displayTimeUnit": "ms"})
 
 
 def _rows(rank: int, title: str, events: Sequence[Event], zero: float) -> list[dict[str, Any]]:
-    """One process of the trace."""
+    """Returns the events of one process of the trace."""
     lanes = _lanes([event for event in events if event.kind != CLOCK])
     names = sorted(lanes, key=_place)
-    made: list[dict[str, Any]] = [
+    events_: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": title}},
         {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
     ]
     for number, name in enumerate(names):
         place = {"pid": rank, "tid": number}
-        made.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
-        made += [
+        events_.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
+        events_ += [
             {
                 "name": event.name,
                 "cat": event.kind,
@@ -150,17 +162,17 @@ def _rows(rank: int, title: str, events: Sequence[Event], zero: float) -> list[d
             }
             for event in lanes[name]
         ]
-    return made
+    return events_
 
 
 def _place(lane: str) -> tuple[int, str]:
-    """Where a lane stands among those of its rank."""
+    """Returns the sort key of a lane among those of its rank."""
     order = (_STEP, _OPERATORS, _DEVICE, _CALLS, _NETWORK)
     return next(at for at, row in enumerate(order) if lane.startswith(row)), lane
 
 
 def _lanes(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Rows in which what is on its way at a time stands side by side."""
+    """Distributes events over lanes, so that concurrent messages are next to each other."""
     lanes: dict[str, list[Event]] = {}
     for event in sorted(events, key=lambda one: (one.start, -one.length)):
         name, number = event.row, 1

@@ -1,13 +1,13 @@
 """Dropout and attention whose random masks do not depend on how the mesh splits the tensor.
 
-On the CPU every rank draws the mask of the whole tensor from torch's default generator and keeps
-its own part. As long as the ranks' generators agree (see `synchronised`), a sharded run sees the
-very numbers of the unsharded one, and its generators advance alike.
+On the CPU, every rank draws the mask of the whole tensor from torch's default generator and keeps
+its own part. While the ranks' generators agree (see `synchronised`), a sharded run draws the same
+numbers as the unsharded one, and its generators advance in the same way.
 
-On other devices the whole mask would cost too much. Each shard draws its own from the device's
-generator, seeded for that call by a number of the CPU's generator and by the shard's place: shards
-differ, replicas agree, and a forward that is run again from a restored CPU state (activation
-checkpointing) draws the same masks.
+On other devices, drawing the whole mask would cost too much. Each shard draws its own from the
+device's generator, seeded for that call by a number from the CPU's generator and by the shard's
+coordinate. So shards differ, replicas agree, and a forward that is recomputed from a restored CPU
+state (activation checkpointing) draws the same masks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from autopar.runtime.communication.communicator import Communicator
 
 @dataclass(frozen=True)
 class _Held:
-    """A layout's text, read: the global shape and the splits."""
+    """A parsed layout: the global shape and the splits."""
 
     text: str
     shape: tuple[int, ...]
     layout: Layout
 
     def fit(self, local: tuple[int, ...], comm: Communicator, what: str) -> None:
-        """LayoutError unless `local` is the shape of this rank's part."""
+        """Raises LayoutError unless `local` is the shape of this rank's part."""
         expected = self.layout.local_shape(self.shape, comm.mesh, comm.coordinate)
         if local != expected:
             raise LayoutError(
                 f"{what} has the local shape {list(local)}",
                 where=f"layout {self.text}",
-                why=f"this rank holds {list(expected)} of it",
+                why=f"this rank's part is {list(expected)}",
             )
 
 
@@ -63,19 +63,19 @@ class Random:
 
     Args:
         comm: the mesh.
-        seed: of masks on other devices than the CPU, besides the CPU's generator; meshes that work
-            side by side (the stages of a pipeline) take different ones.
+        seed: of masks on devices other than the CPU, in addition to the CPU's generator; concurrent
+            meshes (stages of a pipeline) use different seeds.
     """
 
     def __init__(self, comm: Communicator, seed: int = 0) -> None:
         self.comm, self.seed = comm, seed
 
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
-        """Dropout in training: elements of x are zero with probability p, else scaled by 1/(1-p).
+        """Applies dropout: zeroes elements with probability p, and scales the others by 1/(1-p).
 
         Args:
-            x: local part of a tensor held in `layout`. Dropout is linear, so that parts of a sum
-                that is still owed are dropped by one mask and give the parts of the dropped sum.
+            x: local part of a tensor in `layout`. Dropout is linear, so all parts of a partial sum
+                use one mask and give the parts of the result's partial sum.
             p: probability of a zero.
             layout: global shape and layout of x and of the result.
 
@@ -93,12 +93,12 @@ class Random:
             return F.dropout(x, p)
 
     def draw(self, p: float, text: str, device: torch.device) -> None:
-        """Leave the CPU's generator as `dropout`, of a tensor of a type on a device, leaves it.
+        """Advances the CPU's generator as `dropout` of such a tensor does.
 
         Args:
             p: probability of a zero.
             text: dtype and global shape, "f32[8, 16]"; for attention those of its weights.
-            device: where the tensor is.
+            device: the tensor's device.
         """
         if p == 0.0:
             return
@@ -120,18 +120,18 @@ class Random:
         scale: float | None = None,
         layout: str,
     ) -> Tensor:
-        """Scaled dot product attention, as torch's function of that name computes it.
+        """Computes scaled dot product attention, like torch's function of that name.
 
         Args:
             q: local [..., heads, queries, width].
             k: local [..., key heads, keys, width]; the key heads divide the heads, and each serves
                 equally many neighbouring heads (grouped-query attention).
             v: local [..., key heads, keys, value width].
-            mask: local, broadcast to the weights: what to add to the scores, or booleans that say
-                which keys take part.
+            mask: local, broadcast to the weights: values to add to the scores, or booleans that
+                select keys.
             p: probability of dropping a weight.
-            is_causal: whether query i sees the keys up to i only.
-            scale: of the scores; None stands for 1/sqrt(width).
+            is_causal: whether query i sees only the keys up to i.
+            scale: of the scores; None for 1/sqrt(width).
             layout: global shape and layout of the weights, [..., heads, queries, keys].
 
         Returns:
@@ -139,7 +139,7 @@ class Random:
 
         Raises:
             LayoutError: the layout does not fit the mesh or the inputs, splits the keys, or leaves
-                a sum of the scores owed (softmax is not linear).
+                the scores as partial sums (softmax is not linear).
         """
         held = _read(layout, self.comm.mesh)
         held.fit((*q.shape[:-1], k.shape[-2]), self.comm, "the weights of attention")
@@ -167,12 +167,12 @@ class Random:
             )
 
     def _mask(self, p: float, held: _Held, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a CPU mask of zeros and 1/(1-p), drawn along the dimensions."""
+        """Returns this rank's part of a CPU mask of zeros and 1/(1-p), drawn in dimension order."""
         whole = F.dropout(torch.ones(held.shape, dtype=dtype), p)
         return self.comm.shard(whole, Layout(held.layout.dims))
 
     def _causal(self, held: _Held, mask: Tensor | None, q: Tensor) -> Tensor:
-        """`mask` with the later keys forbidden to this rank's queries."""
+        """Returns `mask` with later keys masked out for this rank's queries."""
         seen = torch.ones(held.shape[-2:], dtype=torch.bool, device=q.device).tril()
         seen = self.comm.shard(seen, Layout(held.layout.dims[-2:]))
         if mask is None:
@@ -181,15 +181,16 @@ class Random:
 
     @contextmanager
     def of_shard(self, device: torch.device, layout: Layout, when: bool = True) -> Iterator[None]:
-        """Inside, the generators of CPU and `device` are seeded for this rank's shard of `layout`.
+        """Returns a context in which generators are seeded for this rank's shard.
 
-        Alike on the shard's replicas, different between shards and between calls. Afterwards the
-        generators are as before, but for one number drawn from the CPU's on every rank.
+        They are those of the CPU and of `device`. The seed is the same on the shard's replicas, and
+        differs between shards and between calls. Afterwards the generators are as before, except
+        that every rank has drawn one number from the CPU's.
 
         Args:
-            device: where numbers are drawn.
-            layout: which axes split the tensor.
-            when: whether to do so at all.
+            device: the device whose generator is used.
+            layout: of the tensor; its sharded axes identify the shard.
+            when: whether to do anything.
         """
         if not when:
             yield
@@ -206,7 +207,7 @@ class Random:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention written out: its weights times `drop` before they meet the values."""
+    """Computes attention from single operators, multiplying its weights by `drop`."""
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if mask is None:
         return scores.softmax(-1) * drop @ v
@@ -221,12 +222,12 @@ def _attend(
 
 @contextmanager
 def synchronised(comm: Communicator) -> Iterator[None]:
-    """Inside, the CPU generators of the mesh's ranks agree: all take the first rank's state.
+    """Returns a context at whose start all ranks take the first rank's state of the CPU generator.
 
-    The others' states are not restored at the end. A sharded program stands for one process, whose
-    generator is the first rank's; left alone, the ranks also agree on what the caller draws between
-    steps (the order of batches). Numbers that shall differ between ranks need a `torch.Generator`
-    of their own.
+    The other ranks' states are not restored at the end. A sharded program behaves like one process,
+    whose generator is the first rank's; between steps, the ranks then also agree on what the caller
+    draws (the order of batches). Numbers that must differ between ranks need a `torch.Generator` of
+    their own.
     """
     group = comm.group(comm.mesh.names)
     if group.size > 1:

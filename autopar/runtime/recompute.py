@@ -1,4 +1,4 @@
-"""Blocks whose activations are computed again in the backward: what they keep, what they write.
+"""Support for blocks that recompute their activations in the backward.
 
 hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn=keep_products)
 """
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-# The kernels below what `autopar.ir.recompute.PRODUCTS` names.
+# The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
 PRODUCTS = (
     aten.mm.default,
     aten.addmm.default,
@@ -33,14 +33,14 @@ PRODUCTS = (
 def repeatable(
     block: Callable[..., Any], p: Mapping[str, Tensor], names: Sequence[str]
 ) -> Callable[..., Any]:
-    """A block that computes the same and writes nothing when it is run again.
+    """Returns a block whose recomputation gives the same results and writes nothing.
 
     A block may read or write buffers that a step changes, such as a batch norm's running
-    statistics. The repetition gets copies of what its first run found.
+    statistics. The recomputation gets copies of their values before the first run.
 
     Args:
         block: takes the mesh, the parameters and buffers by name, and more.
-        p: parameters and buffers as they are before the first run.
+        p: parameters and buffers before the first run.
         names: the buffers that change.
     """
     before = {name: p[name].clone() for name in names}
@@ -55,10 +55,10 @@ def repeatable(
 
 
 class _OfProducts(TorchDispatchMode):
-    """One of torch's two contexts, which sees products and attention only.
+    """Restricts one of torch's two contexts to products and attention.
 
-    It compares the operators of a block with those of its repetition, and parameters that are on
-    their way meanwhile are another block's in each.
+    torch compares the operators of a block with those of its recomputation; parameters of other
+    blocks that are gathered meanwhile differ between the two.
     """
 
     def __init__(self, context: Any) -> None:
@@ -67,13 +67,13 @@ class _OfProducts(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's own have it."""
+        """Returns the same as torch's own contexts."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What the operator gives, now or in the forward."""
+        """Returns the operator's result, computed now or saved in the forward."""
         given: Mapping[str, Any] = kwargs or {}
         if func not in PRODUCTS:
             return func(*args, **given)
@@ -81,7 +81,7 @@ class _OfProducts(TorchDispatchMode):
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a block's forward and its repetition: products and attention run once."""
+    """Returns contexts for a block and its recomputation that run products and attention once."""
     first, again = create_selective_checkpoint_contexts(_policy)
     return _OfProducts(first), _OfProducts(again)
 

@@ -1,4 +1,4 @@
-"""What a generated program is written against: one `mesh` that communicates, drops and knows where.
+"""Runtime: the `mesh` of a generated program, with collectives, random operators and offloading.
 
 h = mesh.dropout(h, 0.1, "[8@data, 1024, 2048]")
 y = mesh.all_reduce(y, axis="gpu")
@@ -30,13 +30,13 @@ from autopar.runtime.random import Random
 class Runtime(Communicator):
     """One device of the mesh, for `forward(mesh, p, batch)` of a generated program.
 
-    It serves one program: the gradients that it takes are those of its parameters.
+    It serves one program, whose parameters' gradients it collects.
 
     Args:
         mesh: the grid.
-        device: where this process computes.
+        device: the device of this process.
         ranks: global ranks of the grid's devices, row-major; by default 0, 1, ...
-        seed: of random masks on other devices than the CPU.
+        seed: of random masks on devices other than the CPU.
 
     Raises:
         MeshError: the mesh and the number of ranks differ in size.
@@ -56,13 +56,14 @@ class Runtime(Communicator):
         self.fetch = Fetch(self)
         self.random = Random(self, seed)
         self.stow = Stow(device)
-        self._writes: Writes | None = None  # of the program whose forward runs
+        self._writes: Writes | None = None  # of the running forward
 
     def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The local parameters as a program takes them.
+        """Returns the local parameters as a program takes them.
 
-        Of one that is used as it is held the program makes no exchange. Where it has a master, its
-        gradient goes the way of the others nevertheless, since it is added up in another dtype.
+        For a parameter that is used as stored, the program runs no collective. If it has a master,
+        its gradient is collected like those of others all the same, because it is accumulated in
+        another dtype.
         """
         if self.gradients is None or not torch.is_grad_enabled():
             return named
@@ -75,7 +76,7 @@ class Runtime(Communicator):
 
     @contextmanager
     def writing(self, writes: Writes) -> Iterator[None]:
-        """Inside is a forward, whose writes go there."""
+        """Returns the context of a forward, which collects its writes."""
         self._writes = writes
         try:
             yield
@@ -83,26 +84,26 @@ class Runtime(Communicator):
             self._writes = None
 
     def write(self, key: str, value: Tensor) -> None:
-        """Leave a value in a buffer, for when the step is over.
+        """Sets a buffer's value at the end of the step.
 
-        A block that is computed again in the backward has left it before.
+        When a block is recomputed in the backward, this has been done before.
         """
         if self._writes is not None:
             self._writes.put(key, value)
 
     @contextmanager
     def stowed(self) -> Iterator[None]:
-        """Inside is a block; what autograd keeps of it lies in host memory until its backward."""
+        """Returns the context of a block whose saved activations are offloaded."""
         if self.stow is None or not torch.is_grad_enabled():
             yield
             return
-        gathered = self.refetch  # in its place nothing else is kept
+        gathered = self.refetch  # replaces gathered parameters among the saved tensors
         with self.stow.block((lambda x: x) if gathered is None else gathered.pack, unpack):
             yield
 
     @contextmanager
     def saving(self, weights: Weights, batch: Iterable[Tensor]) -> Iterator[None]:
-        """Inside is a forward of a batch; autograd keeps of parameters what their storage says."""
+        """Returns the context of a forward that saves parameters as their storage says."""
         assert self.stow is not None
         staying = (*batch, *(weight.held for weight in weights.all))
         with self.fetch.forward(), self.stow.forward(staying):
@@ -114,15 +115,15 @@ class Runtime(Communicator):
                 yield
 
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
-        """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
+        """Applies dropout with a mask that does not depend on the mesh; see `runtime.random`."""
         return self.random.dropout(x, p, layout)
 
     def assume(self, x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
-        """x, if a condition of the model's own is as expected; else AssumptionError."""
+        """Returns x if a condition is as expected; else raises AssumptionError."""
         return assume(x, condition, expected, where)
 
     def draw(self, p: float, text: str) -> None:
-        """Draw, and forget, the mask of a dropout of a tensor such as "f32[8, 16]"."""
+        """Draws and discards the mask of a dropout of a tensor such as "f32[8, 16]"."""
         self.random.draw(p, text, self.device)
 
     def attention(
@@ -137,17 +138,17 @@ class Runtime(Communicator):
         scale: float | None = None,
         layout: str,
     ) -> Tensor:
-        """Attention that drops weights; `layout` is that of the weights; see `codegen.random`."""
+        """Computes attention with dropout of the weights in `layout`; see `runtime.random`."""
         return self.random.attention(
             q, k, v, mask, p, is_causal=is_causal, scale=scale, layout=layout
         )
 
 
 def typed(text: str) -> tuple[str, tuple[int, ...], Layout]:
-    """dtype, global shape and layout of "f32[768, 3072@gpu]".
+    """Parses dtype, global shape and layout from "f32[768, 3072@gpu]".
 
     Raises:
-        LayoutError: `text` is no layout.
+        LayoutError: `text` is malformed.
     """
     dtype, bracket, rest = text.partition("[")
     return (dtype, *Layout.parse(bracket + rest))
@@ -155,12 +156,12 @@ def typed(text: str) -> tuple[str, tuple[int, ...], Layout]:
 
 @dataclass(frozen=True)
 class Received:
-    """A value that a stage of a pipeline has from another stage.
+    """A value that another stage of the pipeline sends.
 
     Attributes:
         dtype: as in `autopar.ir.tensor.DTYPE_BYTES`.
         shape: global.
-        layout: of the value and of its gradient, which goes back.
+        layout: of the value, and of its gradient, which is sent back.
         gradient: whether there is one.
     """
 
@@ -171,10 +172,10 @@ class Received:
 
 
 def received(text: str, *, gradient: bool = True) -> Received:
-    """One line of a stage's table of what it receives, "f32[8, 16@gpu, 64]".
+    """Parses one entry of a stage's RECEIVED, "f32[8, 16@gpu, 64]".
 
     Raises:
-        LayoutError: `text` is no layout.
+        LayoutError: `text` is malformed.
     """
     dtype, shape, layout = typed(text)
     return Received(dtype, shape, layout, gradient)
@@ -190,20 +191,20 @@ def stored(
     piece: Piece | None = None,
     trainable: bool = True,
 ) -> Parameter:
-    """One line of a program's table of parameters.
+    """Returns one entry of a program's table of parameters.
 
     Args:
-        name: its name in the model's state_dict.
-        text: dtype, global shape and layout between steps, "f32[768, 3072@gpu]", and behind "=>"
-            the layout in which operators use it, where that is another.
-        grads, updated: where its gradients are added up over microbatches, and where its optimizer
-            state lies; by default as the parameter does.
-        kept: how it lies between the forward and the backward; by default as it is used.
-        piece: the part of the tensor called `name` that it is.
+        name: in the model's state_dict.
+        text: dtype, global shape and stored layout, "f32[768, 3072@gpu]", followed by "=>" and the
+            layout in which operators use it, if that differs.
+        grads, updated: layouts in which gradients are accumulated over microbatches and in which
+            the optimizer updates; by default the stored layout.
+        kept: layout between forward and backward; by default the used layout.
+        piece: the slice of the tensor `name` that it is.
         trainable: whether it has a gradient.
 
     Raises:
-        LayoutError: a text is no layout, or the layouts do not fit one another.
+        LayoutError: a text is malformed, or the layouts do not fit one another.
     """
     first, arrow, second = text.partition("=>")
     dtype, shape, held = typed(first)
@@ -216,5 +217,5 @@ def stored(
 
 
 def together(parameters: list[Parameter]) -> list[Parameter]:
-    """The table of a repeated block, whose parameters are gathered together."""
+    """Marks the parameters of a repeated block, which are gathered together."""
     return [replace(parameter, block=parameters[0].key) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""A program's functions cut into segments that a compiler may have whole, and calls of the mesh.
+"""Splits a program's functions into segments for a compiler, and calls of the mesh between them.
 
     w = mesh.to_varying(p["w"], axis="gpu")            w = mesh.to_varying(p["w"], axis="gpu")
     h = F.linear(x, w)                                 b = mesh.to_varying(p["b"], axis="gpu")
@@ -6,8 +6,9 @@
     y = F.gelu(h + b)                                  y = mesh.all_reduce(y, axis="gpu")
     y = mesh.all_reduce(y, axis="gpu")
 
-What reads the mesh, or only names something, stays outside: in its order, which is the same on all
-ranks, and as early as its operands are there. So there are as few segments as its order allows.
+Statements that read the mesh, and aliases, stay outside of segments. They keep their order, which
+is the same on all ranks, and run as soon as their operands are available. This gives the fewest
+segments that the order allows.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 _MESH = "mesh"
-# What functions are given as tables, from which they read by name.
+# Arguments from which functions read entries by name.
 _TABLES = ("p", "batch")
 _Statement = ast.Assign | ast.Expr
 
 
 def segmented(source: str) -> tuple[ast.Module, tuple[str, ...]]:
-    """A program whose functions call segments, and the names of these.
+    """Splits a program into segments.
 
     Args:
-        source: a program that `emit` wrote. Lines of loops and branches stay as they are.
+        source: a program that `emit` wrote. Statements of loops and branches stay as they are.
 
     Returns:
-        The tree of a module in which everything has the lines of `source`, for tracebacks. Segments
-        take tensors and numbers, and return tuples.
+        The syntax tree of the module, with the line numbers of `source`, and the names of the
+        segments. Segments take tensors and numbers, and return tuples.
     """
     tree, names = ast.parse(source), []
     body: list[ast.stmt] = []
@@ -47,7 +48,7 @@ def segmented(source: str) -> tuple[ast.Module, tuple[str, ...]]:
 
 
 def _cut(function: ast.FunctionDef) -> list[ast.FunctionDef]:
-    """The segments of a function, which is changed to call them."""
+    """Returns the segments of a function, and changes the function to call them."""
     cutter = _Cutter(function)
     body: list[ast.stmt] = []
     rest = list(function.body)
@@ -66,7 +67,13 @@ def _cut(function: ast.FunctionDef) -> list[ast.FunctionDef]:
 
 @dataclass(frozen=True)
 class _Line:
-    """One statement: the local names that it reads and writes, and whether it stays outside."""
+    """A statement.
+
+    Attributes:
+        node: its syntax tree.
+        reads, writes: local names.
+        outside: whether it stays outside of segments.
+    """
 
     node: _Statement
     reads: frozenset[str]
@@ -75,10 +82,10 @@ class _Line:
 
 
 class _Cutter:
-    """Cuts the straight lines of one function.
+    """Splits the straight-line code of one function.
 
     Attributes:
-        segments: what was cut out so far.
+        segments: the segments so far.
     """
 
     def __init__(self, function: ast.FunctionDef) -> None:
@@ -87,7 +94,7 @@ class _Cutter:
         self._local = {*_arguments(function), *_names(function, ast.Store)} - {_MESH, *_TABLES}
 
     def cut(self, nodes: Sequence[_Statement], wanted: Collection[str]) -> Iterator[ast.stmt]:
-        """The lines with calls of segments in their place; `wanted` is what is read behind them."""
+        """Yields the statements, with calls in place of segments; `wanted` names are read later."""
         before, renamed = self._renamed(list(self._lifted(nodes)))
         yield from before
         lines = [self._line(node) for node in renamed]
@@ -107,13 +114,13 @@ class _Cutter:
                     segment.append(line)
             later = {name for line in lines for name in line.reads} | set(wanted)
             results = [name for line in segment for name in line.writes if name in later]
-            if len(segment) == 1:  # a compiler has nothing to put together
+            if len(segment) == 1:  # a compiler has nothing to fuse
                 yield segment[0].node
             elif results:
                 yield self._call(segment, results)
 
     def _lifted(self, nodes: Sequence[_Statement]) -> Iterator[_Statement]:
-        """The lines, and lines that read from tables what segments take."""
+        """Yields the statements, preceded by statements that read table entries for segments."""
         for node in nodes:
             if not _outside(node):
                 lifter = _Lifter(self._fresh)
@@ -122,9 +129,12 @@ class _Cutter:
             yield node
 
     def _renamed(self, nodes: list[_Statement]) -> tuple[list[ast.Assign], list[_Statement]]:
-        """Lines that give values their names for good, and `nodes`, each writing its own names.
+        """Renames variables so that each statement writes names of its own.
 
-        The last value of a name keeps it; what it was before them has another from the beginning.
+        The last value of a variable keeps its name; values from before the statements get an alias.
+
+        Returns:
+            The aliases, and the renamed statements.
         """
         left = Counter(name for node in nodes for name in _names(node, ast.Store))
         now = dict.fromkeys(left, "")
@@ -144,7 +154,7 @@ class _Cutter:
         return before, nodes
 
     def _fresh(self, wish: str) -> str:
-        """A local name that there is not yet."""
+        """Returns an unused local name."""
         while wish in self._local:
             wish += "_"
         self._local.add(wish)
@@ -155,7 +165,7 @@ class _Cutter:
         return _Line(node, reads, tuple(sorted(_names(node, ast.Store))), _outside(node))
 
     def _call(self, lines: list[_Line], results: list[str]) -> ast.Assign:
-        """The call of a segment of these lines, which gives `results`."""
+        """Creates a segment of statements, and returns the call that assigns its `results`."""
         written = {name for line in lines for name in line.writes}
         given = ", ".join(sorted({name for line in lines for name in line.reads} - written))
         name = f"{self._name}_{len(self.segments) + 1}"
@@ -170,13 +180,13 @@ class _Cutter:
 
 
 class _Lifter(ast.NodeTransformer):
-    """Puts names in the place of what is read from tables.
+    """Replaces table entries by names.
 
     Args:
-        fresh: gives a name that there is not yet.
+        fresh: returns an unused name.
 
     Attributes:
-        lines: which give these names their values.
+        lines: the statements that assign these names.
     """
 
     def __init__(self, fresh: Callable[[str], str]) -> None:
@@ -203,24 +213,24 @@ def _arguments(function: ast.FunctionDef) -> list[str]:
 
 
 def _names(node: ast.AST, how: type[ast.expr_context]) -> set[str]:
-    """The names that are read or written somewhere in a statement."""
-    found = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-    return {name.id for name in found if isinstance(name.ctx, how)}
+    """Returns the names that a statement reads or writes."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, how)}
 
 
 def _is_entry(node: ast.AST) -> bool:
-    """Whether it reads from a table."""
+    """Returns whether a node reads from a table."""
     table = node.value if isinstance(node, ast.Subscript) else None
     return isinstance(table, ast.Name) and table.id in _TABLES
 
 
 def _is_call(node: ast.stmt) -> TypeGuard[ast.Expr]:
-    """Whether it is a call of the mesh for what it does: `mesh.write("b", b)`."""
+    """Returns whether a statement calls the mesh for a side effect: `mesh.write("b", b)`."""
     return isinstance(node, ast.Expr) and _MESH in _names(node, ast.Load)
 
 
 def _outside(node: _Statement) -> bool:
-    # Aliases too: the runtime knows parameters by the tensors that are held.
+    # Aliases too, because the runtime identifies parameters by their tensors.
     return (
         isinstance(node.value, ast.Name)
         or _is_entry(node.value)

@@ -1,4 +1,4 @@
-"""The parts of a step, by name, for its profile; see profile.py."""
+"""Names the parts of a step for its profile; see profile.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.profiler import record_function
 
 from autopar.runtime.torch_private import profiling
 
-ACTION, PHASE, CLOCK = "action", "phase", "clock"
-_MARK = "autopar "  # begins the name of a part, which torch's profiler knows as text only
+ACTION, PHASE, CLOCK, WAIT = "action", "phase", "clock", "wait"
+_MARK = "autopar "  # prefix of a part's name among the profiler's texts
 
 
 def part(kind: str, name: object) -> AbstractContextManager[object]:
-    """A context that is a part of a step: an ACTION of a pipeline, or a PHASE."""
+    """Returns the context of a part of a step: an ACTION of a pipeline, a PHASE, or a WAIT."""
     return record_function(f"{_MARK}{kind} {name}") if profiling() else nullcontext()
 
 
 def read_part(text: str) -> tuple[str, str] | None:
-    """Kind and name of a part, None for what else is profiled."""
+    """Returns kind and name of a part, None for other profiler entries."""
     if not text.startswith(_MARK):
         return None
     kind, _, name = text.removeprefix(_MARK).partition(" ")

@@ -1,6 +1,6 @@
-"""Every private or version-dependent corner of torch that the runtime needs, in one file.
+"""Every private or version-dependent function of torch that the runtime needs.
 
-A new release of torch that moves one of them breaks here and nowhere else.
+A new release of torch that changes one of them breaks only this file.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ reduce_scatter_single: Callable[..., Any] = (
 def all_gather_matmul(
     x: Tensor, matrices: list[Tensor], dim: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """x of all ranks of a group along `dim`, and its products, while it is on its way."""
+    """Gathers x over a group along `dim`, and multiplies it while it arrives.
+
+    Returns:
+        The gathered x, and its product with each matrix.
+    """
     name = _symmetric(group)
-    found: tuple[Tensor, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+    results: tuple[Tensor, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
         x, matrices, dim, name, return_A=True
     )
-    return found
+    return results
 
 
 def matmul_reduce_scatter(
     x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """This rank's part along `dim` of the sum of products over a group, sent as it is made."""
+    """Returns this rank's part along `dim` of the sum of products over a group, sent in pieces."""
     name = _symmetric(group)
-    found: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, name)
-    return found
+    result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, name)
+    return result
 
 
 def _symmetric(group: dist.ProcessGroup | None) -> str:
-    """The name by which operators on symmetric memory know a group."""
+    """Returns the name of a group for operators on symmetric memory."""
     importlib.import_module("torch.distributed._symmetric_memory")  # defines them
     assert group is not None
     name: str = group.group_name
@@ -56,10 +60,10 @@ def _symmetric(group: dist.ProcessGroup | None) -> str:
 
 
 def own_store() -> Store:
-    """A connection of the caller's own to the store that all processes share.
+    """Returns the caller's own connection to the store that all processes share.
 
-    A connection serves one call at a time: on a shared one, a call would wait behind another
-    thread's that blocks.
+    A connection serves one call at a time: on a shared connection, a call would wait for another
+    thread's blocking call.
     """
     store: Any = distributed_c10d._get_default_store()
     connection: Store = store.clone()
@@ -67,27 +71,27 @@ def own_store() -> Store:
 
 
 def group_timeout() -> timedelta:
-    """The time-out that the user gave the default group, or its store's."""
+    """Returns the time-out that the user set for the default group, or its store's."""
     store: Any = distributed_c10d._get_default_store()
     timeout: timedelta = timeout_of(default_group()) or store.timeout
     return timeout
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The L2 norm of each of some tensors, made in `dtype`, in few launches."""
+    """Returns the L2 norm of each tensor, computed in `dtype`, in few launches."""
     return torch.stack(list(torch._foreach_norm(tensors, 2, dtype)))
 
 
 def default_group() -> dist.ProcessGroup:
-    """The process group of all processes."""
+    """Returns the process group of all processes."""
     group: dist.ProcessGroup = distributed_c10d._get_default_group()
     return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a call of a group may take, as its maker said; None where its backend has no limit.
+    """Returns a group's time-out, None if its backend has no limit.
 
-    `new_group` does not take it over from the default group, but takes its backend's default.
+    `new_group` uses its backend's default rather than the default group's time-out.
     """
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -98,18 +102,18 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into others of their shapes, in few launches."""
+    """Copies tensors into others of the same shapes, in few launches."""
     torch._foreach_copy_(targets, sources)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tells storages apart while they live; views of one share it."""
+    """Returns a number that identifies a live storage; views of one storage share it."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def compile_error() -> type[Exception]:
-    """What torch.compile raises where it fails, by whatever part of it."""
+    """Returns the exception that torch.compile raises if any part of it fails."""
     from torch._dynamo.exc import TorchDynamoException  # takes a second to load
 
     error: type[Exception] = TorchDynamoException
@@ -117,6 +121,6 @@ def compile_error() -> type[Exception]:
 
 
 def profiling() -> bool:
-    """Whether torch's profiler records this thread."""
+    """Returns whether torch's profiler records this thread."""
     enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return enabled

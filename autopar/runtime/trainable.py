@@ -1,4 +1,4 @@
-"""What a step of training needs before it looks at its batch."""
+"""Checks that a program can train, before it looks at its batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.errors import ProgramError
 
 
 def check_trainable(has_loss: bool) -> None:
-    """ProgramError if a program has no loss, or gradients are switched off where it is called."""
+    """Raises ProgramError if a program has no loss, or if gradients are switched off."""
     if not has_loss:
         raise ProgramError(
             "the program has no loss to train on",
@@ -17,7 +17,7 @@ def check_trainable(has_loss: bool) -> None:
     if not torch.is_grad_enabled():
         inference = torch.is_inference_mode_enabled()
         raise ProgramError(
-            "a step is called where gradients are switched off",
-            why=f"the call stands under torch.{'inference_mode' if inference else 'no_grad'}()",
+            "step is called with gradients switched off",
+            why=f"the call is inside torch.{'inference_mode' if inference else 'no_grad'}()",
             todo="call program.step outside of it; program(...) evaluates without a step",
         )

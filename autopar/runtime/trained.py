@@ -1,4 +1,4 @@
-"""What a program shows of its training: optimizer, scale, norm, parameters and their average."""
+"""The training state that a program shows: optimizer, scale, norm, parameters and averages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from autopar.runtime.update.update import Training
 
 
 class Trained(ABC):
-    """A program that trains a model; everything raises ProgramError before the first batch."""
+    """A program that trains a model; all members raise ProgramError before the first batch."""
 
     _model: nn.Module
     _training: Training
 
     @abstractmethod
     def _ready(self) -> Executor | Pipeline:
-        """What runs it; ProgramError before the first batch."""
+        """Returns the executor; raises ProgramError before the first batch."""
 
     @abstractmethod
     def _buffers(self) -> Mapping[str, Tensor]:
-        """Buffers and constants of the model as it was captured."""
+        """Returns buffers and constants of the captured model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -36,41 +36,41 @@ class Trained(ABC):
 
     @property
     def scaler(self) -> Scaler | None:
-        """What scales the loss in float16, and tells whether a step was skipped; else None."""
+        """The loss scaler in float16, which also tells whether a step was skipped; else None."""
         return self._ready().update.scaler
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Global norm of the last step's gradients before clipping.
 
-        None before the first step, and where nobody needs it: with on_nonfinite="continue" and
+        None before the first step, and if nothing needs it: with on_nonfinite="continue" and
         neither `clip_norm` nor float16.
         """
         return self._ready().grad_norm
 
     @property
     def nonfinite_steps(self) -> int:
-        """Steps so far whose loss or gradients were not finite; waits for the device.
+        """Number of steps with a non-finite loss or gradients; waits for the device.
 
-        Those that float16's scaler leaves out to find its scale are not among them.
+        Steps that float16's scaler skips to find its scale do not count.
         """
         return self._ready().update.check.nonfinite
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's state_dict, whole tensors on every rank."""
+        """Returns the model's state_dict, with whole tensors on every rank."""
         executor = self._ready()
         executor.meet("state_dict")
         full = executor.state_dict()
         return {name: full[name] for name in self._model.state_dict() if name in full}
 
     def ema_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict with averages of what is trained, whole tensors on every rank.
+        """Returns the state_dict with averages of trained parameters, whole tensors on every rank.
 
-        The average begins with the parameters that were compiled, or loaded without one; after a
-        step it is ema of what it was and the rest of the new parameters.
+        The average starts from the compiled parameters, or from those loaded without an average;
+        each step replaces it by ema times the average plus (1 - ema) times the new parameters.
 
         Raises:
-            ProgramError: before the first batch, or without `ema`.
+            ProgramError: there was no batch yet, or `ema` was not set.
         """
         executor = self._ready()
         if self._training.ema is None:
@@ -80,10 +80,10 @@ class Trained(ABC):
         return {name: full[name] for name in self._model.state_dict() if name in full}
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
+        """Loads a full or DTensor state_dict of the model; raises StateError if it does not fit."""
         executor = self._ready()
         executor.meet("load_state_dict")
-        # Constants are no part of a state_dict; they stay as they are.
+        # Constants are not part of a state_dict, and stay unchanged.
         names = set(self._model.state_dict())
         constants = {k: v for k, v in self._buffers().items() if k not in names}
         lacking = [k for k, v in constants.items() if v.is_meta and k not in values]
@@ -91,6 +91,6 @@ class Trained(ABC):
             raise StateError(
                 f"the program has no value of {', '.join(lacking)}",
                 why="a state_dict leaves it out, and on the meta device the model has none",
-                todo="pass it with the others, or give its module a reset_buffers() that sets it",
+                todo="add it to the state_dict, or give its module a reset_buffers() that sets it",
             )
         executor.load_state_dict({**constants, **values})

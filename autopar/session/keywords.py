@@ -7,6 +7,7 @@ Those that belong together become one frozen value: `Options` of the plan, `Trai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -37,8 +38,9 @@ from autopar.planning.options import AUTO, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
-from autopar.runtime.update.optimizer import OptimizerFactory, elementwise, fusable
-from autopar.runtime.update.update import Training, state_bytes_of
+from autopar.runtime.update.observation import observed
+from autopar.runtime.update.optimizer import OptimizerFactory, fusable
+from autopar.runtime.update.update import Training
 from autopar.session.compiled import Running
 
 
@@ -91,9 +93,12 @@ class PlanKeywords(AverageKeywords, total=False):
         precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer
             updates a master in float32 where its state lies; gradients are sent and added up in
             float32. "fp32" leaves the model as it is, and None does what the plan says. With
-            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8 gradients=int8",
-            or without the "bf16", sends these as int8 blocks, which changes numerics. For
-            others see `autopar.Precision`.
+            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8", or without the
+            "bf16", gathers these as int8 blocks, which changes numerics. For others see
+            `autopar.Precision`.
+        gradients: how gradients are compressed where that sends fewer bytes, which changes
+            numerics: "int8", "int4 blocks", "1-bit", "top-k 1 %" or "powersgd rank 4"; all but
+            the first add what they leave out to the next gradients. A part of the precision.
         fuse: whether kernels take the place of operators that a model writes out: all or none
             of the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step,
             a list of their names, or a mapping that switches some off. On CPUs, where their
@@ -127,6 +132,7 @@ class PlanKeywords(AverageKeywords, total=False):
     allow: str
     state: str | StateSharding | None
     precision: str | Precision | None
+    gradients: str | None
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
@@ -188,6 +194,7 @@ _CHECKS: dict[str, Check] = {
     "allow": _WORD,
     "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
     "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
+    "gradients": Or((NOTHING, _WORD)),
     "groups": Or((NOTHING, _CALLED)),
     "ema": Or((NOTHING, Number(-1e30, 1e30))),
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
@@ -202,8 +209,8 @@ DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
-    "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
-    "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
+    "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
+    "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
     "cuda_graph": False,
 }  # fmt: skip
 
@@ -234,13 +241,17 @@ def _keywords_of(known: type) -> frozenset[str]:
 
 
 def planning_options(
-    given: Mapping[str, Any], optimizer: OptimizerFactory, plan: Plan | None = None
+    given: Mapping[str, Any],
+    optimizer: OptimizerFactory,
+    model: nn.Module,
+    plan: Plan | None = None,
 ) -> Options:
     """What is planned.
 
     Args:
         given: keywords by name; those left out have their defaults.
         optimizer: of the training.
+        model: that is trained.
         plan: one that is given, which says its precision and kernels by itself.
 
     Raises:
@@ -251,8 +262,8 @@ def planning_options(
     """
     said = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
-    rules, precision = said["rules"], _precision(plan, said["precision"])
-    state_bytes = state_bytes_of(Training(optimizer, ema=said["ema"]))
+    rules, precision = said["rules"], _precision(plan, said["precision"], said["gradients"])
+    trained = training(model, optimizer, given)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
@@ -260,19 +271,18 @@ def planning_options(
     return Options(
         **{name: said[name] for name in same},
         table=table(rules, accelerator()),
-        elementwise=elementwise(optimizer),
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
         collectives=_collectives(plan, said["collectives"]),
-        state_bytes=state_bytes,
+        update=observed(optimizer, trained.options, trained.ema is not None),
     )
 
 
 def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, Any]) -> Training:
     """How the parameters are updated; ProgramError if that is nonsense."""
     said = {**DEFAULTS, **given}
-    groups = options_of(model, said["groups"])
+    groups = options_of(model, said["groups"], getattr(optimizer, "roles", None))
     return Training(optimizer, said["clip_norm"], groups, said["ema"], said["on_nonfinite"])
 
 
@@ -296,14 +306,16 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
     return said
 
 
-def _precision(plan: Plan | None, wanted: str | Precision | None) -> Precision:
+def _precision(
+    plan: Plan | None, wanted: str | Precision | None, gradients: str | None
+) -> Precision:
     """The precision of a plan, or what is wanted without one."""
-    if plan is None or wanted is None:
-        return Precision.read(wanted) if plan is None else plan.precision
-    if Precision.read(wanted) != plan.precision:
+    base = Precision.read(wanted) if plan is None or wanted is not None else plan.precision
+    asked = base if gradients is None else replace(base, gradients=gradients)
+    if plan is not None and asked != plan.precision:
         raise PlanMismatchError(
             f"the plan's precision is {str(plan.precision) or 'that of the model'}",
-            why=f"precision={str(wanted)!r} is asked for",
-            todo="leave out the precision, or plan again",
+            why=f"{str(asked) or 'that of the model'} is asked for",
+            todo="leave out precision and gradients, or plan again",
         )
-    return plan.precision
+    return asked

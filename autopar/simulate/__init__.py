@@ -1,10 +1,10 @@
-"""A simulation of one training step of a plan: what runs when on which stream, and what it holds.
+"""Simulates one training step of a plan: which task runs when on which stream, and its memory.
 
     graph, plan --step.tasks--> tasks --engine.run--> Timeline
 
-Nothing here is measured. The tasks follow the emitted program line by line (`program.py`), so that
-memory is counted, not estimated: what a function's variables keep alive, what autograd keeps, what
-a gradient needs until it is added. Solvers and code generation are not imported.
+The tasks follow the lines of the lowered program, so memory is counted rather than estimated: the
+variables of a function, the tensors that autograd saves, and gradients until they are added up.
+This package imports neither solvers nor code generation.
 """
 
 from autopar.simulate.engine import run

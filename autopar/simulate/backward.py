@@ -1,8 +1,8 @@
-"""The backward of a simulated step: what the forward wrote on its tape, played from the end.
+"""The backward of a simulated step: plays the tape of the forward in reverse.
 
-Autograd runs what was computed last first. A gradient that arrives where one is already waiting is
-added in place if nobody else holds one of the two. An operator lets go of what it saved when its
-backward has run.
+Autograd runs the backward of the last operator first. A gradient that meets an earlier one is added
+in place if one of the two has no other holder. An operator frees its saved tensors after its
+backward.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from autopar.cost.model import NodeWork, Work
 from autopar.cost.operator_memory import Recipe, Transfer
 from autopar.ir.collective import Collective
+from autopar.simulate.activation_offload import OffloadedBlock
 from autopar.simulate.buffers import Buffer, Recorder, Value
-from autopar.simulate.kept_on_host import Stowed
 from autopar.simulate.parameter import Used
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.task import Cause
@@ -22,7 +22,13 @@ from autopar.simulate.task import Cause
 
 @dataclass(frozen=True)
 class Operator:
-    """What is alike for an operator in all blocks; `asks` is what it sends in each direction."""
+    """Properties of an operator that are the same in all blocks.
+
+    Attributes:
+        recipe: the buffers that it allocates and saves.
+        work: its kernels in each direction.
+        asks: its own collectives in each direction.
+    """
 
     recipe: Recipe
     work: NodeWork
@@ -30,7 +36,7 @@ class Operator:
 
 
 @dataclass(eq=False, slots=True)
-class Ran:
+class Computed:
     """An operator on the tape."""
 
     name: str
@@ -42,15 +48,20 @@ class Ran:
 
 @dataclass(frozen=True)
 class Products:
-    """Kernels that run beside a collective, but for their last part; `share` is that before it."""
+    """Kernels that overlap with a collective.
+
+    Attributes:
+        works: the kernels.
+        share: the fraction of them that overlaps.
+    """
 
     works: tuple[Work, ...]
     share: float
 
 
 @dataclass(eq=False, slots=True)
-class Moved:
-    """A layout change on the tape, and what is multiplied while it is undone."""
+class Resharded:
+    """A resharding on the tape, with the products that overlap with its backward."""
 
     name: str
     call: Collective | None
@@ -62,8 +73,8 @@ class Moved:
 
 
 @dataclass(eq=False, slots=True)
-class Met:
-    """Where gradients of several readers have been added."""
+class Summed:
+    """A sum of the gradients of several readers."""
 
     name: str
     what: tuple[Work, ...]
@@ -72,12 +83,12 @@ class Met:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block that is computed again in the backward.
+    """A block that is recomputed in the backward.
 
     Attributes:
-        arguments: what entered it, kept until its backward is done.
-        results: what came of it.
-        again: computes it again; its tape, and its results on that.
+        arguments: its inputs, kept until its backward is done.
+        results: its outputs.
+        again: recomputes it; returns the new tape and the results on it.
     """
 
     arguments: list[Value]
@@ -85,19 +96,19 @@ class Block:
     again: Callable[[], tuple[list[Entry], list[Value]]]
 
 
-Entry = Ran | Moved | Used | Met | Block | Stowed
+Entry = Computed | Resharded | Used | Summed | Block | OffloadedBlock
 
 
 def backward(
     tape: list[Entry], ends: Sequence[Value], recorder: Recorder, weights: Weights
 ) -> None:
-    """Play `tape` from its end and leave every parameter its gradient; the tape is used up.
+    """Plays `tape` from its end, which empties it, and leaves every parameter its gradient.
 
     Args:
-        tape: what the forward wrote.
-        ends: the loss, or the values whose gradients a stage of a pipeline is sent.
-        recorder: takes the tasks.
-        weights: the parameters that are exchanged.
+        tape: the tape of the forward.
+        ends: the loss, or the values whose gradients a stage of a pipeline receives.
+        recorder: records the tasks.
+        weights: the parameters with collectives.
     """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
@@ -112,24 +123,24 @@ def backward(
 def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
     while tape:
         entry = tape.pop()
-        if isinstance(entry, Met):
+        if isinstance(entry, Summed):
             if entry.value.gradient is not None:
                 needs = [entry.value.gradient_ready]
                 recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
-        elif isinstance(entry, Moved):
+        elif isinstance(entry, Resharded):
             _move(entry, recorder, weights)
         elif isinstance(entry, Used):
             weights.give(entry)
-        elif isinstance(entry, Stowed):
+        elif isinstance(entry, OffloadedBlock):
             entry.come(recorder, weights.accelerator)
-        elif isinstance(entry, Ran):
+        elif isinstance(entry, Computed):
             _compute(entry, recorder, weights)
         else:
             _again(entry, recorder, weights)
 
 
 def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
-    """Compute a block again, then play its backward."""
+    """Recomputes a block, then plays its backward."""
     if any(value.gradient is not None for value in entry.results):
         tape, results = entry.again()
         for outer, inner in zip(entry.results, results, strict=True):
@@ -140,24 +151,24 @@ def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
         recorder.drop(value.buffer)
 
 
-def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
-    made, value = entry.operator.recipe, entry.result
+def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:
+    memory, value = entry.operator.recipe, entry.result
     gradient, ready = value.gradient, value.gradient_ready
     if gradient is None:
-        for operand, size in zip(entry.operands, made.gradients, strict=False):
+        for operand, size in zip(entry.operands, memory.gradients, strict=False):
             operand.readers -= size >= 0
         for buffer in entry.saved:
             recorder.drop(buffer)
         return
     fetched = weights.fetch(entry.saved)
     work = entry.operator.work.backward
-    if work or any(size > 0 for size in made.gradients):
+    if work or any(size > 0 for size in memory.gradients):
         needs = [ready, *(there for _, there in fetched)]
         recorder.compute(f"{entry.name} backward", entry.name, work, needs)
-        recorder.scratch("temporary", f"of {entry.name} backward", made.backward_scratch)
+        recorder.scratch("temporary", f"of {entry.name} backward", memory.backward_scratch)
         ready = -1
     given: list[tuple[Value, Buffer]] = []
-    for operand, size in zip(entry.operands, made.gradients, strict=False):
+    for operand, size in zip(entry.operands, memory.gradients, strict=False):
         if size > 0:
             label = f"gradient of {operand.buffer.name}"
             new = recorder.allocate("temporary", label, size)
@@ -175,7 +186,7 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
         _give(operand, buffer, ready, recorder, weights)
 
 
-def _move(entry: Moved, recorder: Recorder, weights: Weights) -> None:
+def _move(entry: Resharded, recorder: Recorder, weights: Weights) -> None:
     source, target = entry.source, entry.target
     gradient, ready = target.gradient, target.gradient_ready
     if gradient is None:
@@ -191,20 +202,20 @@ def _move(entry: Moved, recorder: Recorder, weights: Weights) -> None:
         recorder.compute(title, entry.name, (), [ready])
         ready = -1
     if entry.transfer.result is not None:
-        made = recorder.hold(recorder.allocate("temporary", title, entry.transfer.result))
+        moved = recorder.hold(recorder.allocate("temporary", title, entry.transfer.result))
         recorder.scratch("communication", title, entry.transfer.staging)
     else:
-        made = recorder.hold(gradient)
+        moved = recorder.hold(gradient)
     if entry.beside is not None and entry.call is not None:
         works, share = entry.beside.works, entry.beside.share
         recorder.side_by_side(name, entry.name, entry.call, entry.cause, works, share)
     recorder.drop(gradient)
     target.gradient = None
-    _give(source, made, ready, recorder, weights)
+    _give(source, moved, ready, recorder, weights)
 
 
 def _give(value: Value, buffer: Buffer, ready: int, recorder: Recorder, weights: Weights) -> None:
-    """Add a gradient to what has arrived; in place where nobody else holds one of the two."""
+    """Adds a gradient to an earlier one, in place if one of the two has no other holder."""
     old, value.readers = value.gradient, value.readers - 1
     value.gradient_ready = max(value.gradient_ready, ready)
     if old is None:

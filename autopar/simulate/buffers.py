@@ -1,8 +1,8 @@
-"""Buffers and who holds them: the bookkeeping behind the memory of a simulated step.
+"""Buffers and their holders: the bookkeeping behind the memory of a simulated step.
 
-A buffer is a tensor's storage. It is freed when nobody holds it any more: no variable, no operator
-that keeps it for its backward, no gradient that waits to be added to. Every coming and going is
-noted on the task that is being recorded.
+A buffer is a tensor's storage. It is freed when nothing holds it any more: no variable, no operator
+that saved it for its backward, no gradient that waits for another. Allocations and frees are
+recorded on the current task.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from autopar.simulate.task import COMPUTE, HOST, Cause, Phase, Task
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A storage: what it is for, its bytes and how many hold it.
+    """A tensor's storage.
 
-    Kinds are "parameter", "gradient", "optimizer", "batch", "activation" (kept for the backward),
-    "communication" (staging of a collective) and "temporary". `kept` is what is kept for the
-    backward in its place.
+    Attributes:
+        kind: "parameter", "gradient", "optimizer", "batch", "activation" (saved for the backward),
+            "communication" (staging of a collective) or "temporary".
+        name: of its value.
+        nbytes: its size.
+        holders: number of holders.
+        kept: the buffer that is saved for the backward in place of this one.
     """
 
     kind: str
@@ -38,11 +42,11 @@ class Value:
     """A tensor of the program: its storage and, in the backward, its gradient.
 
     Attributes:
-        buffer: the storage, which views of it share.
+        buffer: the storage, which its views share.
         grad: whether a gradient flows into it.
-        gradient: what has arrived of it.
-        readers: how many uses of it have a gradient to give; parameters only.
-        ready, gradient_ready: the task that makes it while others run on, -1 for none.
+        gradient: the sum of the gradients so far.
+        readers: number of uses that have yet to give a gradient; parameters only.
+        ready, gradient_ready: the task that produces it asynchronously, -1 for none.
     """
 
     buffer: Buffer
@@ -68,20 +72,20 @@ class _Draft:
 
 
 class Recorder:
-    """Tasks in program order, with the buffers that come and go."""
+    """Records tasks in program order, with the buffers that they allocate and free."""
 
     def __init__(self) -> None:
         self.drafts: list[_Draft] = []
-        self.current = -1  # the task on which buffers come and go
+        self.current = -1  # the task that allocates and frees
         self.phase: Phase = "forward"
-        self.barrier = -1  # the last task that everything after it waits for
-        self.pending: set[int] = set()  # tasks that nobody has waited for
-        self.launched = -1  # the last gradient that is synchronised beside the backward
+        self.barrier = -1  # the last task that all later ones wait for
+        self.pending: set[int] = set()  # tasks that no task has waited for yet
+        self.launched = -1  # the last asynchronous synchronisation of a gradient
 
     def compute(
         self, name: str, node: str, what: tuple[Work, ...], needs: Iterable[int] = ()
     ) -> None:
-        """Kernels on the device itself; `needs` are unfinished tasks whose results they read."""
+        """Adds kernels on the device; `needs` are unfinished tasks whose results they read."""
         self._add(name, node, COMPUTE, what, needs, "")
         self.barrier = len(self.drafts) - 1
 
@@ -94,7 +98,7 @@ class Recorder:
         needs: Iterable[int] = (),
         share: float = 1.0,
     ) -> None:
-        """A collective for which the program waits, or a share of it."""
+        """Adds a collective, or a share of it, that the program waits for."""
         self._add(name, node, ",".join(call.axes), call, needs, cause, share)
         self.barrier = len(self.drafts) - 1
 
@@ -107,7 +111,7 @@ class Recorder:
         what: tuple[Work, ...],
         share: float,
     ) -> None:
-        """Shares of a collective and of kernels at a time, and then what is left of the kernels."""
+        """Adds shares of a collective and of kernels that overlap, then the rest of the kernels."""
         self._add(name, node, ",".join(call.axes), call, (), cause, share)
         sent = len(self.drafts) - 1
         self._add(f"products beside {name}", node, COMPUTE, what, (), "", share)
@@ -123,7 +127,11 @@ class Recorder:
         cause: Cause,
         needs: Iterable[int] = (),
     ) -> int:
-        """A collective for which only the readers of its result wait; returns its position."""
+        """Adds an asynchronous collective, for which only readers of its result wait.
+
+        Returns:
+            Its position.
+        """
         self._add(name, node, ",".join(call.axes), call, needs, cause)
         self.pending.add(len(self.drafts) - 1)
         return len(self.drafts) - 1
@@ -131,7 +139,11 @@ class Recorder:
     def copy(
         self, name: str, nbytes: float, back: bool, waits: bool, needs: Iterable[int] = ()
     ) -> int:
-        """A copy to host memory or `back`; its position, -1 if the program `waits` for it."""
+        """Adds a copy to host memory, or `back` from it.
+
+        Returns:
+            Its position, or -1 if the program `waits` for it.
+        """
         title = f"{name} from the host" if back else f"{name} to the host"
         stream = HOST[back]
         self._add(title, "", stream, HostCopy(nbytes, back), needs, "")
@@ -143,7 +155,7 @@ class Recorder:
         return place
 
     def arrive(self, buffer: Buffer) -> None:
-        """A buffer that others hold already is there, from the start of the current task on."""
+        """Allocates a buffer that already has holders, at the start of the current task."""
         self.drafts[self.current].allocates.append(buffer)
 
     def _add(
@@ -162,37 +174,37 @@ class Recorder:
         self.drafts.append(_Draft(name, node, self.phase, stream, what, after, cause, share))
 
     def allocate(self, kind: str, name: str, nbytes: float) -> Buffer:
-        """A new buffer, from the start of the current task on; nobody holds it yet."""
+        """Allocates a buffer at the start of the current task; it has no holder yet."""
         buffer = Buffer(kind, name, nbytes)
         self.drafts[self.current].allocates.append(buffer)
         return buffer
 
     def scratch(self, kind: str, name: str, nbytes: float) -> None:
-        """A buffer that lives as long as the current task."""
+        """Allocates a buffer for the duration of the current task."""
         if nbytes:
             self.drafts[self.current].frees.append(self.allocate(kind, name, nbytes))
 
     def hold(self, buffer: Buffer) -> Buffer:
-        """One holder more."""
+        """Adds a holder to a buffer."""
         buffer.holders += 1
         return buffer
 
     def drop(self, buffer: Buffer, task: int = -1) -> None:
-        """One holder less; the last one frees it at the end of the current task, or of another."""
+        """Removes a holder; after the last one, the current task, or another, frees the buffer."""
         buffer.holders -= 1
         if not buffer.holders:
             self.drafts[self.current if task < 0 else task].frees.append(buffer)
 
     @contextmanager
     def aside(self, launched: bool = True) -> Iterator[None]:
-        """What is launched inside has its own buffers; behind it the task before is current."""
+        """Returns a context for asynchronous tasks, which restores the current task at its end."""
         before = self.current
         yield
         if launched:
             self.current = before
 
     def tasks(self) -> tuple[Task, ...]:
-        """Everything recorded, buffers by names of their own."""
+        """Returns all recorded tasks; buffers get unique names."""
         names: dict[int, str] = {}
         taken: dict[str, int] = {}
         for draft in self.drafts:

@@ -1,6 +1,6 @@
-"""The forward of a simulated step: the program's lines, block by block (see `autopar/lower`).
+"""The forward of a simulated step: plays the lines of the lowered program, block by block.
 
-What has a gradient is written on a tape, which `backward.py` plays from its end.
+Every operation with a gradient goes onto a tape, which `backward.py` plays from its end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
-from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Products, Ran
+from autopar.simulate.activation_offload import ActivationOffload
+from autopar.simulate.backward import Block, Computed, Entry, Operator, Products, Resharded, Summed
 from autopar.simulate.buffers import Buffer, Recorder, Value
-from autopar.simulate.kept_on_host import Stow
 from autopar.simulate.parameter import Used
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.task import Cause
@@ -30,13 +30,13 @@ _NO_WORK = NodeWork()
 
 @dataclass
 class _Twice:
-    """A block that is played without a tape, and again in the backward.
+    """A block that runs without a tape in the forward, and again in the backward.
 
     Attributes:
-        what: what it does again.
-        kept: results that are kept meanwhile, by operator.
-        second: whether it is played again.
-        over: whether nothing is missing any more, so that torch's checkpoint has stopped.
+        what: the operators that it recomputes.
+        kept: results that are kept between the two, by operator.
+        second: whether this is the recomputation.
+        over: whether nothing more needs to be recomputed, so that torch's checkpoint has stopped.
     """
 
     what: Again
@@ -45,25 +45,25 @@ class _Twice:
     over: bool = False
 
     def skips(self, name: str) -> bool:
-        """Whether an operator is not computed now."""
+        """Returns whether an operator is not computed this time."""
         return self.second and name not in self.what.operators
 
     def played(self, name: str) -> None:
-        """An operator of the block has been played."""
+        """Records that an operator of the block has run."""
         self.over = self.second and name == self.what.last
 
 
 class Forward:
-    """Plays a program's forward once; `play` is its only use.
+    """Plays a program's forward once, by `play`.
 
     Args:
-        graph: prepared.
-        plan: for it.
+        graph: the prepared graph.
+        plan: its plan.
         works: kernels of each node of the folded graph, run once.
         accelerator: see `Settings`.
-        recorder: takes the tasks.
-        weights: the parameters that are exchanged.
-        leaves: what is there already, by node.
+        recorder: records the tasks.
+        weights: the parameters with collectives.
+        leaves: values that exist before the forward, by node.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class Forward:
         self.causes: dict[str, bool] = {}
         self.products: dict[int, tuple[Products, Products]] = {}
         self.recomputed = of_runs(graph, plan.recompute)
-        self.stowing = offloaded_runs(graph, plan.offload, plan.recompute)
-        self.stow = Stow(recorder, accelerator)
-        self.written: list[Buffer] = []  # what buffers are to be when the step is over
-        self.twice: _Twice | None = None  # the block that is being played, if it is played twice
+        self.offloaded_blocks = offloaded_runs(graph, plan.offload, plan.recompute)
+        self.offload = ActivationOffload(recorder, accelerator)
+        self.written: list[Buffer] = []  # new contents of the model's buffers
+        self.twice: _Twice | None = None  # the current block, if it is recomputed
 
-    def play(self, made: Lowered) -> tuple[list[Value], list[Entry]]:
-        """What the program returns, held, and the tape."""
-        self.blocks = made.blocks
-        outputs = self._results(made.forward, [], {})
-        self.stow.gone()
+    def play(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
+        """Plays the program; returns its results, which are held, and the tape."""
+        self.blocks = program.blocks
+        outputs = self._results(program.forward, [], {})
+        self.offload.gone()
         return outputs, self.tape
 
     def _run(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> dict[str, Value]:
-        """Play a function; `names` are a block's own for those of the first block."""
+        """Plays a function; `names` maps nodes of the first block to those of this block."""
         recorder, frame = self.recorder, dict[str, Value]()
         for bound, value in zip(function.arguments, arguments, strict=True):
             frame[bound.variable] = value
@@ -135,16 +135,16 @@ class Forward:
     def _call(self, line: Call, frame: dict[str, Value]) -> None:
         repeat, function = self.graph.repeats[line.run], self.blocks[line.run]
         outside = [self._read(frame, {}, variable) for variable in line.outside]
-        how, (first, end) = self.recomputed[line.run], self.stowing[line.run]
+        how, (first, end) = self.recomputed[line.run], self.offloaded_blocks[line.run]
         for number, block in enumerate(repeat.iterations):
             names = dict(zip(repeat.iterations[0], block, strict=True))
             arguments = [*(frame[variable] for variable in line.targets), *outside]
             if how is not None and number < how.blocks:
                 results = self._play_twice(function, arguments, names, how.kind, repeat)
             elif first <= number < end:
-                self.stow.begin()
+                self.offload.begin()
                 results = self._results(function, arguments, names)
-                self.tape.append(self.stow.end())
+                self.tape.append(self.offload.end())
             else:
                 results = self._results(function, arguments, names)
             for variable, value in zip(line.targets, results, strict=True):
@@ -154,7 +154,7 @@ class Forward:
     def _results(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> list[Value]:
-        """What a function returns, held."""
+        """Plays a function and returns its results, which are held."""
         frame = self._run(function, arguments, names)
         results = [self._read(frame, names, bound.variable) for bound in function.results]
         for value in results:
@@ -170,7 +170,7 @@ class Forward:
         kind: str,
         repeat: Repeat,
     ) -> list[Value]:
-        """The results of a block that is played without a tape now, and again in the backward."""
+        """Plays a block without a tape and returns its results; the backward will recompute it."""
         twice = self.twice = _Twice(again(self.graph, repeat, kind))
         tape, self.tape = self.tape, []
         results = [
@@ -223,8 +223,8 @@ class Forward:
                 work = NodeWork((), products(work, reads[0].requires_grad)[2])
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
-            made = recipe(node, reads, into, out, self.plan.mesh, self.accelerator)
-            self.operators[node.name] = Operator(made, work, asks)
+            memory = recipe(node, reads, into, out, self.plan.mesh, self.accelerator)
+            self.operators[node.name] = Operator(memory, work, asks)
         return self.operators[node.name]
 
     def _work(self, node: Node) -> NodeWork:
@@ -233,10 +233,10 @@ class Forward:
     def _compute(self, line: Compute, operands: list[Value], names: dict[str, str]) -> Value:
         recorder, operator, twice = self.recorder, self._operator(line), self.twice
         node = line.node
-        made, name = operator.recipe, names.get(node.name, node.name)
+        memory, name = operator.recipe, names.get(node.name, node.name)
         skipped = twice is not None and twice.skips(node.name)
-        if made.alias >= 0 and (skipped or not operator.work.forward):
-            value = Value(operands[made.alias].buffer, node.requires_grad)
+        if memory.alias >= 0 and (skipped or not operator.work.forward):
+            value = Value(operands[memory.alias].buffer, node.requires_grad)
             value.ready = max(operand.ready for operand in operands)
         elif skipped:
             value = Value(self._left(node.name), node.requires_grad)
@@ -244,12 +244,12 @@ class Forward:
             ready = [value.ready for value in operands]
             recorder.compute(self._title(name), name, operator.work.forward, ready)
             value = Value(
-                operands[made.alias].buffer
-                if made.alias >= 0
-                else recorder.allocate("temporary", name, sum(made.results)),
+                operands[memory.alias].buffer
+                if memory.alias >= 0
+                else recorder.allocate("temporary", name, sum(memory.results)),
                 node.requires_grad,
             )
-            recorder.scratch("temporary", f"of {name}", made.scratch)
+            recorder.scratch("temporary", f"of {name}", memory.scratch)
         for call in () if skipped else operator.asks[0]:
             recorder.collective(f"{call.kind} in {self._title(name)}", name, call, "exchange")
         if twice is not None and not twice.second:
@@ -257,20 +257,20 @@ class Forward:
                 twice.kept[node.name] = recorder.hold(value.buffer)
                 value.buffer.kind = "activation"
         elif node.requires_grad:
-            read = ((value if place < 0 else operands[place]).buffer for place in made.saved)
+            read = ((value if place < 0 else operands[place]).buffer for place in memory.saved)
             saved = [self._saved(buffer) for buffer in read]
             for buffer in saved:
                 recorder.hold(buffer)
                 buffer.kind = "activation" if buffer.kind == "temporary" else buffer.kind
-            for nbytes in made.extra:
+            for nbytes in memory.extra:
                 extra = recorder.allocate("activation", f"kept by {name}", nbytes)
                 saved.append(recorder.hold(extra))
             value.buffer.holders += 1  # a variable will hold it
-            saved = self.stow.put(saved)
+            saved = self.offload.put(saved)
             value.buffer.holders -= 1
-            for operand, gradient in zip(operands, made.gradients, strict=False):
+            for operand, gradient in zip(operands, memory.gradients, strict=False):
                 operand.readers += gradient >= 0
-            self.tape.append(Ran(name, operator, operands, value, saved))
+            self.tape.append(Computed(name, operator, operands, value, saved))
         if twice is not None:
             twice.played(node.name)
         if node.op == WRITE and not skipped:
@@ -278,11 +278,11 @@ class Forward:
         return value
 
     def _saved(self, read: Buffer) -> Buffer:
-        """What is kept of a value that an operator's backward reads."""
+        """Returns the buffer to save for an operator's backward in place of the one it reads."""
         if read.kept is None:
             return read
         self.weights.save(read.kept)
-        self.stow.leave(read.kept)
+        self.offload.leave(read.kept)
         return read.kept
 
     def _use(self, line: Use, names: dict[str, str]) -> Value:
@@ -292,7 +292,7 @@ class Forward:
             target = Value(self._left(""), source.grad, ready=source.ready)
         else:
             target = self.weights.use(weight)
-            self.stow.leave(target.buffer)
+            self.offload.leave(target.buffer)
             if twice is None:
                 self.weights.keep(weight, target)
         if source.grad and (twice is None or twice.second):
@@ -301,7 +301,7 @@ class Forward:
         return target
 
     def _left(self, name: str) -> Buffer:
-        """What is left of an operator that is not computed again: its result, or nothing."""
+        """Returns the kept result of an operator that is not recomputed, or an empty buffer."""
         kept = None if self.twice is None else self.twice.kept.get(name)
         return self.recorder.allocate("temporary", name, 0.0) if kept is None else kept
 
@@ -319,7 +319,7 @@ class Forward:
         parameter, twice = self._of_parameter(line.value), self.twice
         target = Value(source.buffer, source.grad, ready=source.ready)
         ahead, back = self._beside(line)
-        # What runs beside products keeps when all of it is done.
+        # A collective that overlaps with products saves its result after all of them.
         over = twice is not None and twice.over and ahead is None
         if over:
             target.buffer = self._left("")
@@ -338,23 +338,23 @@ class Forward:
         if source.grad and (twice is None or twice.second):
             source.readers += 1
             why: Cause = "gradient" if parameter else "activation"
-            entry = Moved(value_of, step.backward, gradient, why, source, target, back)
+            entry = Resharded(value_of, step.backward, gradient, why, source, target, back)
             self.tape.append(entry)
         return target
 
     def _beside(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
-        """What is multiplied while something is sent, forwards and backwards."""
+        """Returns the products that overlap with a collective, in each direction."""
         if not line.beside:
             return None, None
         if id(line) not in self.products:
             share = 1 - 1 / self.plan.mesh.axis_size(line.step.axes[0])
-            found = [
+            both = [
                 products(self._work(node), self.graph[node.inputs[0]].requires_grad)
                 for node in line.beside
             ]
             ahead, back = (
                 Products(tuple(work for works in side for work in works), share)
-                for side in ([each[0] for each in found], [each[1] for each in found])
+                for side in ([each[0] for each in both], [each[1] for each in both])
             )
             self.products[id(line)] = ahead, back
         return self.products[id(line)]
@@ -363,10 +363,10 @@ class Forward:
         work = self._work(line.node)
         if value.grad and work.backward:
             name = names.get(line.node.name, line.node.name)
-            self.tape.append(Met(name, work.backward, value))
+            self.tape.append(Summed(name, work.backward, value))
 
     def _of_parameter(self, name: str) -> bool:
-        """Whether a value is a parameter or a view of one."""
+        """Returns whether a value is a parameter or a view of one."""
         if name not in self.causes:
             self.causes[name] = self.graph.root(name).op == "param"
         return self.causes[name]

@@ -17,7 +17,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
+from autopar.ir.tensor import TensorType
+from autopar.ir.update import Rule, owner_hops
 from autopar.simulate.buffers import Buffer, Recorder
+from autopar.simulate.owned_update import Owned, owned_update
 from autopar.simulate.settings import Settings
 from autopar.stage_plan import StagePlan
 
@@ -33,6 +36,8 @@ class Updated:
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced.
         scattered: whether that is put beside those of all others.
+        states: bytes of the optimizer's states of it.
+        owned: set if one device updates all of it, for the others.
     """
 
     name: str
@@ -42,6 +47,8 @@ class Updated:
     stays: bool = False
     sent: float = 0.0
     scattered: bool = False
+    states: float = 0.0
+    owned: Owned | None = None
 
 
 def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
@@ -54,11 +61,14 @@ def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
     """
     share = graph.template[graph.users[node.name][0]]
     storage = plan.storage(graph.template[node.name], share)
-    return updated_in(storage, node, plan.mesh, plan.precision)
+    rule = plan.update.rule(node.target, node.type.shape)
+    return updated_in(storage, node, plan.mesh, plan.precision, rule)
 
 
-def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -> Updated:
-    """What a device updates of a parameter that lies in a storage."""
+def updated_in(
+    storage: Storage, node: Node, mesh: Mesh, precision: Precision, rule: Rule
+) -> Updated:
+    """What a device updates of a parameter that lies in a storage, by a rule."""
     own = precision.updated(node.type, node.requires_grad)
     nbytes = float(storage.updated.local_bytes(own, mesh))
     hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
@@ -70,22 +80,23 @@ def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -
     master = precision.has_master(node.type, node.requires_grad)
     rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
     stays = "update" not in whens
-    return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together)
+    part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
+    states = rule.local_nbytes(own, part, mesh.size) if node.requires_grad else 0.0
+    path = owner_hops(rule, storage, own, mesh) if node.requires_grad else ()
+    owned = Owned(node.name, own, rule, path) if path else None
+    return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together, states, owned)
 
 
-def update_works(
-    trained: Sequence[Updated], state_bytes: float, fused: bool, bucket: int = BUCKET
-) -> list[Work]:
+def update_works(trained: Sequence[Updated], fused: bool, bucket: int = BUCKET) -> list[Work]:
     """The kernels of an update of all of these at once, and of the rounding of masters.
 
     Args:
         trained: not empty.
-        state_bytes: optimizer state in units of what is updated.
         fused: whether it is AdamW's kernel, which rounds what stays.
         bucket: bytes of gradients that are reduced together.
     """
     dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
-    works = [optimizer_work(nbytes, state_bytes, dtype)]
+    works = [optimizer_work(nbytes, sum(each.states for each in trained), dtype)]
     left = [each for each in trained if each.rounded]
     if fused:
         works = _adamw_works(trained, bucket)
@@ -156,6 +167,8 @@ def update(
     recorder.phase = "optimizer"
     if not away:
         _step(recorder, settings, trained, plan)
+        if owned := [each.owned for each in trained if each.owned is not None]:
+            owned_update(recorder, owned, plan.mesh.size)
         return
     buckets = list(rows(trained, plan.bucket))
     coming = _come(recorder, settings, buckets, 0)
@@ -190,7 +203,7 @@ def _step(
     for group in groups:
         nbytes = sum(each.nbytes for each in group)
         name = "update" if at_once else f"update of {group[0].name}"
-        works = update_works(group, settings.state_bytes, fused, bucket)
+        works = update_works(group, fused, bucket)
         recorder.compute(name, "", tuple(works))
         if fused:
             copied = sum(each.nbytes for each in _copied(group))
@@ -212,9 +225,7 @@ def _come(
     """The state of a bucket comes."""
     if number >= len(buckets):
         return None
-    nbytes = sum(
-        (settings.state_bytes + bool(each.rounded)) * each.nbytes for each in buckets[number]
-    )
+    nbytes = sum(each.states + bool(each.rounded) * each.nbytes for each in buckets[number])
     if not nbytes:
         return None
     title = f"state of {buckets[number][0].name}"

@@ -1,4 +1,4 @@
-"""One parameter of a simulated step that is exchanged, and those that are gathered together."""
+"""Parameters with collectives in a simulated step, and their gathering block by block."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autopar.simulate.buffers import Buffer, Recorder, Value
 
 @dataclass(eq=False, slots=True)
 class Weight:
-    """A parameter that is exchanged.
+    """A parameter with collectives.
 
     Attributes:
         name: the node.
-        leaf: the node of the first block that stands for it.
-        storage: where its states lie.
-        value: what is held of it.
+        leaf: the node of the first block that represents it.
+        storage: the layouts of its states.
+        value: its stored shard.
         hops: its collectives in a step.
-        block: those of one block are gathered together.
-        place: where in the program it is first used.
-        total: the sum of earlier gradients.
+        block: its block, whose parameters are gathered together.
+        place: index of its first use in the program.
+        total: the sum of earlier microbatches' gradients.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Weight:
     total: Buffer | None = None
 
     def path(self, when: str) -> tuple[Hop, ...]:
-        """Its collectives at one time of a step."""
+        """Returns its collectives at one time of a step; see `Hop.when`."""
         return tuple(hop for hop in self.hops if hop.when == when)
 
 
 @dataclass(eq=False, slots=True)
 class Used:
-    """A use of a parameter on the tape."""
+    """The use of a parameter on the tape."""
 
     weight: Weight
     target: Value
@@ -48,14 +48,15 @@ class Used:
 
 @dataclass(eq=False)
 class Gather:
-    """Parameters that are gathered at one time of a step.
+    """The parameters that are gathered for the forward, or again for the backward.
 
     Attributes:
         when: see `Hop`.
         members: by block and name.
-        arrived: buffers that nobody has taken, with the task that makes them or -1.
-        coming: the same by block, of blocks that are on their way.
-        done: blocks that have come.
+        arrived: gathered buffers that no reader has taken yet, with the task that produces them or
+            -1.
+        coming: the same by block, for blocks that are being gathered.
+        done: blocks that have been gathered.
     """
 
     when: str
@@ -65,16 +66,16 @@ class Gather:
     done: set[str] = field(default_factory=set)
 
     def order(self) -> list[str]:
-        """The blocks in the order in which a forward uses them."""
+        """Returns the blocks in the order in which a forward uses them."""
         return sorted(self.members, key=lambda b: min(w.place for w in self.members[b].values()))
 
     def take(self, weight: Weight) -> tuple[Buffer, int]:
-        """A parameter that has arrived, for its reader to hold."""
+        """Returns a gathered parameter, for its reader to hold."""
         buffer, ready = self.arrived.pop(weight.name)
         buffer.holders -= 1
         return buffer, ready
 
     def drop(self, recorder: Recorder, but: str = "") -> None:
-        """Forget what nobody took, but for one block."""
+        """Drops gathered parameters that no reader took, except those of one block."""
         for name in [name for name in self.arrived if name not in self.members.get(but, {})]:
             recorder.drop(*self.arrived.pop(name))

@@ -1,7 +1,8 @@
-"""Parameters of a simulated step: how they are gathered, and what becomes of their gradients.
+"""The parameters of a simulated step: gathering them, and synchronising their gradients.
 
-The collectives are those of `Storage.hops`, which the program makes. Of a step of several
-microbatches the last one is simulated: the sums of the others' gradients are there when it begins.
+The collectives are those of `Storage.hops`, which the program runs. Of a step with several
+microbatches, the last one is simulated: the other microbatches' gradients have been accumulated
+when it begins.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from autopar.simulate.buffers import Buffer, Recorder, Value
 from autopar.simulate.parameter import Gather, Used, Weight
 from autopar.simulate.task import Cause
 
-Way = tuple[tuple[str, tuple[str, ...], bool], ...]
-Key = tuple[str, str, Way]
+Path = tuple[tuple[str, tuple[str, ...], str], ...]
+Key = tuple[str, str, Path]
 
 
 @dataclass
 class Weights:
-    """The parameters that a step exchanges.
+    """The parameters of a step that have collectives.
 
     Attributes:
         mesh: the devices.
-        recorder: what the step is written to.
+        recorder: records the tasks.
         overlap: see `Settings`.
-        known: by name of the node.
-        direct: those that operators use as they are held, by the id of what is held.
+        known: all of them, by node.
+        direct: those that operators use in their stored layout, by the id of their value.
         microbatches: in a step.
-        bucket: bytes of gradients, or of parameters, that go together.
-        precision: in which dtypes parameters are updated and gradients sent.
-        together: whether parts of gradients have one buffer, which is there from the first one on.
-        rooms: what is left of it, by the parameter's name; None as long as there is none.
+        bucket: bytes of gradients, or of parameters, in one call.
+        precision: gives the dtypes of updates and of gradients in messages.
+        together: whether sharded gradients are parts of one buffer, allocated with the first of
+            them.
+        rooms: parts of that buffer that are still free, by parameter; None before it is allocated.
         accelerator: see `Settings`.
-        waiting: gradients that do not go yet, by when and how.
-        again: those that are gathered again for the backward, by the id of what is kept of them.
-        fetched, refetched: those that are gathered for operators, and for their backward.
+        waiting: gradients that wait for their bucket to fill, by time and collectives.
+        again: parameters that are gathered again for the backward, by the id of what is kept of
+            them.
+        fetched, refetched: gathering for the forward, and again for the backward.
     """
 
     mesh: Mesh
@@ -62,19 +65,22 @@ class Weights:
     refetched: Gather = field(default_factory=lambda: Gather("backward"))
 
     def add(self, weight: Weight) -> None:
-        """One more; the sum of earlier gradients is there when the step begins."""
+        """Adds a parameter, with its accumulated gradient of earlier microbatches."""
         self.known[weight.name] = weight
         if not weight.storage.moves:
             self.direct[id(weight.value)] = weight
         if weight.path("forward"):
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
+        if residual := sum(hop.residual for hop in weight.hops):
+            left = f"{weight.name}, what messages left out"
+            self.recorder.hold(self.recorder.allocate("gradient", left, float(residual)))
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
             weight.total = self.recorder.hold(buffer)
 
     def use(self, weight: Weight) -> Value:
-        """The parameter as operators use it; the first of a block brings the others."""
+        """Returns a parameter as operators use it; the first use gathers its whole block."""
         source = weight.value
         if not weight.path("forward"):
             return Value(source.buffer, source.grad, ready=source.ready)
@@ -84,7 +90,7 @@ class Weights:
         return Value(buffer, source.grad, ready=ready)
 
     def keep(self, weight: Weight, target: Value) -> None:
-        """Keep of a parameter for the backward what its storage says."""
+        """Saves for the backward the part of a gathered parameter that its storage says."""
         storage = weight.storage
         if not any(weight.path("backward")):
             return
@@ -96,17 +102,17 @@ class Weights:
         target.buffer.kept, self.again[id(part)] = part, weight
 
     def save(self, kept: Buffer) -> None:
-        """An operator's backward needs a parameter of which only this is kept."""
+        """Records that an operator's backward needs a parameter of which only a part is kept."""
         weight = self.again[id(kept)]
         self.refetched.members.setdefault(weight.block, {})[weight.name] = weight
 
     def fetch(self, saved: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
-        """Gather again what an operator's backward finds in parts.
+        """Gathers again the parameters that an operator's backward needs whole.
 
         Returns:
-            The new buffers, held, each with the task that makes it or -1.
+            The new buffers, held, each with the task that produces it or -1.
         """
-        found = []
+        gathered = []
         for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
             if weight.name not in self.refetched.arrived:
                 if weight.block in self.refetched.done:  # a second operator needs it
@@ -115,11 +121,11 @@ class Weights:
                 else:
                     self._arrive(self.refetched, weight, -1)
             buffer, ready = self.refetched.take(weight)
-            found.append((self.recorder.hold(buffer), ready))
-        return found
+            gathered.append((self.recorder.hold(buffer), ready))
+        return gathered
 
     def _arrive(self, gather: Gather, weight: Weight, step: int, block: str = "") -> None:
-        """Wait for the parameters of a block; those of the next one begin to come."""
+        """Waits for the parameters of a block, and starts to gather those of the next one."""
         block = block or weight.block
         gather.drop(self.recorder, but=block)
         gather.done.add(block)
@@ -135,7 +141,7 @@ class Weights:
                 self._depart(gather, order[place], True)
 
     def _depart(self, gather: Gather, block: str, ahead: bool) -> None:
-        found: dict[str, tuple[Buffer, int]] = {}
+        gathered: dict[str, tuple[Buffer, int]] = {}
         for row in self._rows(gather, block):
             buffers, ready = [weight.value.buffer for weight in row], -1
             for number, hops in enumerate(zip(*(w.path(gather.when) for w in row), strict=True)):
@@ -145,32 +151,32 @@ class Weights:
                     ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
                 else:
                     self.recorder.collective(title, row[0].name, call, "parameter")
-                made = []
+                received = []
                 for weight, hop, before in zip(row, hops, buffers, strict=True):
                     nbytes = self._bytes(weight, hop.dst)
                     new = self.recorder.allocate("temporary", weight.name, nbytes)
-                    made.append(self.recorder.hold(new))
-                    # What came is joined where it is a part of a row or not alone.
+                    received.append(self.recorder.hold(new))
+                    # Parts of rows, and several tensors of one call, go through a staging buffer.
                     joined = bool(hop.dim) or len(row) > 1
                     staging = joined * nbytes + staged(hop.call, self.mesh)
                     self.recorder.scratch("communication", weight.name, staging)
                     if number:  # between two hops
                         self.recorder.drop(before)
-                buffers = made
-            found |= {w.name: (buffer, ready) for w, buffer in zip(row, buffers, strict=True)}
-        gather.coming[block] = found
+                buffers = received
+            gathered |= {w.name: (buffer, ready) for w, buffer in zip(row, buffers, strict=True)}
+        gather.coming[block] = gathered
 
     def _rows(self, gather: Gather, block: str) -> list[list[Weight]]:
-        """The parameters of a block that one collective gathers; see `autopar/runtime/`."""
+        """Returns the parameters of a block in groups that one collective gathers."""
         return rows(
             gather.members[block].values(),
-            lambda weight: (weight.leaf.type.dtype, _way(weight, gather.when)),
+            lambda weight: (weight.leaf.type.dtype, _path_key(weight, gather.when)),
             lambda weight: self._bytes(weight, weight.storage.used),
             self.bucket,
         )
 
     def give(self, used: Used) -> None:
-        """What becomes of the gradient of a parameter, when the backward has made it."""
+        """Takes over the gradient of a used parameter from the backward."""
         weight, source, target = used.weight, used.weight.value, used.target
         source.readers -= 1
         gradient, ready = target.gradient, target.gradient_ready
@@ -180,13 +186,13 @@ class Weights:
         self.take(weight, gradient, ready)
 
     def take(self, weight: Weight, gradient: Buffer, ready: int) -> None:
-        """The gradient of a parameter as it is used."""
+        """Sends the gradient of a parameter, given in its used layout."""
         if weight.path("accumulate"):
             gradient = self._cast(weight, gradient, weight.storage.used, self._sent(weight))
         self._send("accumulate", weight, gradient, ready)
 
     def arrived(self, value: Value) -> None:
-        """All of the gradient of a parameter that is used as it is held."""
+        """Takes over the complete gradient of a parameter that is used as stored."""
         weight, gradient = self.direct.get(id(value)), value.gradient
         if weight is not None and gradient is not None:
             value.gradient = None
@@ -199,16 +205,16 @@ class Weights:
         return self.precision.sent(weight.leaf.type, weight.leaf.requires_grad)
 
     def _cast(self, weight: Weight, gradient: Buffer, layout: Layout, to: TensorType) -> Buffer:
-        """A gradient in another dtype, in place of the one that there was."""
+        """Casts a gradient to another dtype, and drops the old one."""
         nbytes = self._bytes(weight, layout, to)
         if nbytes == gradient.nbytes:
             return gradient
-        made = self.recorder.hold(self.recorder.allocate("temporary", gradient.name, nbytes))
+        cast = self.recorder.hold(self.recorder.allocate("temporary", gradient.name, nbytes))
         self.recorder.drop(gradient)
-        return made
+        return cast
 
     def finish(self) -> None:
-        """Send what still waits when the backward has ended."""
+        """Sends the gradients that still wait at the end of the backward."""
         self.fetched.drop(self.recorder)
         self.refetched.drop(self.recorder)
         for when in ("accumulate", "reduce"):
@@ -216,7 +222,7 @@ class Weights:
                 self._flush(key)
 
     def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
-        path = _way(weight, when)
+        path = _path_key(weight, when)
         if not path:
             self._arrived(when, weight, gradient, ready)
             return
@@ -224,12 +230,12 @@ class Weights:
         waiting = self.waiting.setdefault(key, [])
         waiting.append((weight, gradient, ready))
         if "gradient" not in self.overlap and {kind for kind, *_ in path} == {"all_reduce"}:
-            return  # at the end, all as one
+            return  # all of them go in one call at the end
         if sum(buffer.nbytes for _, buffer, _ in waiting) >= self.bucket:
             self._flush(key)
 
     def _flush(self, key: Key) -> None:
-        """One collective after the other for all gradients that go the same way."""
+        """Runs the collectives of all waiting gradients with the same key."""
         recorder, together = self.recorder, self.waiting.pop(key)
         weights = [weight for weight, _, _ in together]
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
@@ -241,7 +247,7 @@ class Weights:
             if "gradient" in self.overlap:
                 needs = [ready, recorder.launched]
                 ready = recorder.launch(title, weights[0].name, call, cause, needs)
-                recorder.launched = ready  # one after another, on a stream of their own
+                recorder.launched = ready  # one after another, on their own stream
             else:
                 recorder.collective(title, weights[0].name, call, cause, [ready])
                 ready = -1
@@ -259,12 +265,12 @@ class Weights:
                 recorder.drop(before)
         cast = any(self._sent(weight) != self._own(weight) for weight in weights)
         if cast and "gradient" not in self.overlap:
-            recorder.compute("cast of gradients", "", ())  # what was sent is gone by then
+            recorder.compute("cast of gradients", "", ())  # messages have been freed
         for weight, buffer in zip(weights, buffers, strict=True):
             self._arrived(key[0], weight, buffer, ready)
 
     def _room(self, weight: Weight) -> Buffer | None:
-        """The gradient's part of the buffer for all of them, if it has one and ends there."""
+        """Returns the gradient's part of the common buffer, if it has one and ends there."""
 
         def fits(other: Weight) -> bool:
             ends = self.microbatches == 1 or bool(other.path("reduce"))
@@ -276,8 +282,8 @@ class Weights:
             self.rooms = {}
             for other in filter(fits, self.known.values()):
                 nbytes = self._bytes(other, other.storage.updated, self._own(other))
-                made = self.recorder.allocate("gradient", other.name, nbytes)
-                self.rooms[other.name] = self.recorder.hold(made)
+                part = self.recorder.allocate("gradient", other.name, nbytes)
+                self.rooms[other.name] = self.recorder.hold(part)
         return self.rooms.pop(weight.name, None)
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
@@ -295,29 +301,29 @@ class Weights:
         self._send("reduce", weight, gradient, ready)
 
     def gather(self) -> None:
-        """After the update: what other devices have updated."""
+        """Gathers parameters after the update, from the devices that updated them."""
         waiting: dict[object, list[Weight]] = {}
         for weight in self.known.values():
-            path = _way(weight, "update")
+            path = _path_key(weight, "update")
             if not path:
                 continue
             same = waiting.setdefault((weight.leaf.type.dtype, path), [])
             same.append(weight)
             if sum(self._bytes(w, w.storage.updated) for w in same) >= self.bucket:
-                self._put_together(same)
+                self._gather_updated(same)
                 same.clear()
         for same in waiting.values():
             if same:
-                self._put_together(same)
+                self._gather_updated(same)
 
-    def _put_together(self, weights: Sequence[Weight]) -> None:
+    def _gather_updated(self, weights: Sequence[Weight]) -> None:
         for place, hops in enumerate(zip(*(w.path("update") for w in weights), strict=True)):
             call = _one(hops)
             title = f"{call.title} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
             for weight, hop in zip(weights, hops, strict=True):
                 nbytes = self._bytes(weight, hop.dst)
-                # What came is joined where it is a part of a row or not alone.
+                # Parts of rows, and several tensors of one call, go through a staging buffer.
                 more = (bool(hop.dim) or len(hops) > 1) * nbytes
                 # A master is cast, and what came by the hop before is there.
                 cast = self._own(weight) != weight.leaf.type
@@ -325,12 +331,12 @@ class Weights:
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
-        """Of a part of a parameter, or of something that is like it in another dtype."""
+        """Returns the local bytes of a parameter in a layout, by default in its own dtype."""
         return float(layout.local_bytes(kind or weight.leaf.type, self.mesh))
 
 
 def _one(hops: Sequence[Hop]) -> Collective:
-    """The collective that does for several tensors what each hop does for one."""
+    """Returns the collective that does for several tensors what each hop does for one."""
     nbytes, quantised = (
         sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
     )
@@ -341,6 +347,6 @@ def _titled(what: str, weights: Sequence[Weight]) -> str:
     return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
 
 
-def _way(weight: Weight, when: str) -> Way:
-    """What it has in common with those that go together with it."""
+def _path_key(weight: Weight, when: str) -> Path:
+    """Returns the key that parameters share if their collectives can be one call."""
     return tuple(hop.way for hop in weight.path(when))

@@ -1,4 +1,4 @@
-"""A timeline as rich renderables: figures, tables, a picture of streams and memory over time."""
+"""Renders a timeline with rich: figures, tables, a picture of streams, and memory over time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ _KINDS = {
 
 
 def render(timeline: Timeline, *, figures: Mapping[str, str], limit: float) -> RenderableType:
-    """The whole timeline.
+    """Renders a timeline.
 
     Args:
-        timeline: what to show.
-        figures: more lines of the head, such as utilisations, by name.
+        timeline: the timeline to show.
+        figures: additional lines of the head, such as utilisations, by name.
         limit: memory of the device in bytes.
+
+    Returns:
+        A rich renderable.
     """
     parts = [
         _head(timeline, figures, limit),
@@ -58,7 +61,7 @@ def _head(timeline: Timeline, figures: Mapping[str, str], limit: float) -> Rende
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(name, text)
-    return Group(Text("Simulated, nothing here is measured", style="bold"), table)
+    return Group(Text("Simulated, not measured", style="bold"), table)
 
 
 def _time(timeline: Timeline) -> RenderableType:
@@ -69,7 +72,7 @@ def _time(timeline: Timeline) -> RenderableType:
 
 
 def _communication(timeline: Timeline) -> Iterable[RenderableType]:
-    """By kind of collective, by mesh axes and by cause."""
+    """Yields tables by kind of collective, by mesh axes and by cause."""
     views = {"collective": kind_of, "mesh axes": axes_of, "cause": cause_of}
     for title, by in views.items():
         columns = (title, "time", "exposed", "of the step")
@@ -94,7 +97,7 @@ def _memory(timeline: Timeline) -> RenderableType:
 
 
 def _picture(timeline: Timeline) -> RenderableType:
-    """How busy each stream is in each part of the step, and the most memory in it."""
+    """Draws how busy each stream is in each part of the step, and the peak memory in it."""
     table = Table.grid(padding=(0, 1))
     if not timeline.seconds:
         return table
@@ -122,7 +125,7 @@ def _picture(timeline: Timeline) -> RenderableType:
 
 
 def _columns(start: float, end: float, width: float) -> Iterable[tuple[int, float]]:
-    """The columns that an interval touches, with the seconds in each."""
+    """Yields the columns that an interval overlaps, with the seconds in each."""
     first = min(int(start / width), COLUMNS - 1)
     last = min(int(end / width), COLUMNS - 1)
     for column in range(first, last + 1):
@@ -132,7 +135,7 @@ def _columns(start: float, end: float, width: float) -> Iterable[tuple[int, floa
 
 
 def _most(curve: Sequence[tuple[float, float]], width: float) -> list[float]:
-    """The most bytes in each column; what is alive before a change counts in its column, too."""
+    """Returns the peak bytes in each column, including what is alive when the column begins."""
     most, now, before = [0.0] * COLUMNS, 0.0, 0
     for time, nbytes in curve:
         column = min(int(time / width), COLUMNS - 1)
@@ -146,7 +149,7 @@ def _most(curve: Sequence[tuple[float, float]], width: float) -> list[float]:
 
 
 def _bar(level: float) -> str:
-    """One of nine characters; anything above nothing is seen."""
+    """Returns one of nine characters; any positive level is visible."""
     if level <= 0:
         return _LEVELS[0]
     return _LEVELS[max(1, min(round(level * (len(_LEVELS) - 1)), len(_LEVELS) - 1))]

@@ -12,7 +12,6 @@ class Settings:
     """What a step depends on beside graph and plan.
 
     Attributes:
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
             parameter at a time, 1 for all at once).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
@@ -24,20 +23,18 @@ class Settings:
             on a CPU for all but the second.
     """
 
-    state_bytes: float = 2.0
     update_bytes: float = 2.0
     at_once: bool = False
     accelerator: bool = False
     overlap: frozenset[str] = frozenset()
 
 
-def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
+def settings_on(name: str) -> Settings:
     """How a program runs on a kind of device, "cpu" or an accelerator's name.
 
     On accelerators torch updates all parameters at once, and the program waits neither for
     gradients nor for the parameters of the next block; on the CPU for all but these.
-    The optimizer is AdamW or one whose state is `state_bytes` times as large as the parameters.
     """
     if name.lower() == "cpu":
-        return Settings(state_bytes, overlap=frozenset({"parameter"}))
-    return Settings(state_bytes, 1.0, True, True, frozenset(OVERLAPS))
+        return Settings(overlap=frozenset({"parameter"}))
+    return Settings(1.0, True, True, frozenset(OVERLAPS))

@@ -1,8 +1,8 @@
-"""A plan's training step as tasks: forward, backward in reverse order, optimizer.
+"""Turns a plan's training step into tasks: forward, backward, optimizer.
 
-The forward (`forward.py`) writes a tape of what has a gradient; the backward (`backward.py`) plays
-it from its end, as autograd does, which runs what was computed last first. Gradients of the last
-step are gone when the forward begins, as the emitted program sets them to None.
+The forward (`forward.py`) writes a tape of all operations with a gradient; the backward
+(`backward.py`) plays it from its end, as autograd does. The last step's gradients are freed before
+the forward begins, because the emitted program sets them to None.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autopar.simulate.backward import backward
 from autopar.simulate.buffers import Recorder, Value
 from autopar.simulate.forward import Forward
 from autopar.simulate.optimizer_step import Updated, update, updated_of
+from autopar.simulate.owned_update import Owned, most_states
 from autopar.simulate.parameter import Weight
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.settings import OVERLAPS, Settings
@@ -33,22 +34,22 @@ def tasks(
     model: CostModel,
     settings: Settings | None = None,
 ) -> tuple[Task, ...]:
-    """Everything that one device does in one training step, repeated blocks unfolded.
+    """Returns all tasks of one device in a training step, with repeated blocks unfolded.
 
     Args:
-        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see
+        graph: the prepared graph with its repeats and a loss, or a stage of a pipeline (see
             `autopar/ir/stage_graphs.py`), whose step is that of one microbatch.
         plan: a layout for every node of the folded graph.
         works: kernels of each node of the folded graph, run once.
-        model: the prices under which layouts change, as code generation chooses them.
-        settings: optimizer and overlap; by default AdamW, one parameter at a time, and none.
+        model: prices by which the steps of resharding are chosen, as in code generation.
+        settings: optimizer and overlap; None for AdamW, one parameter at a time, without overlap.
 
     Returns:
-        Tasks in program order. The first one, which takes no time, holds parameters, optimizer
+        Tasks in program order. The first one, which takes no time, allocates parameters, optimizer
         state and the batch.
 
     Raises:
-        SimulationError: the graph has no loss, or no such collectives overlap.
+        SimulationError: the graph has no loss, or `settings.overlap` is unknown.
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
@@ -61,8 +62,8 @@ def tasks(
         )
     if not settings.overlap <= set(OVERLAPS):
         raise SimulationError(
-            f"nothing called {', '.join(sorted(settings.overlap - set(OVERLAPS)))} overlaps",
-            why=f"what may overlap is {', '.join(OVERLAPS)}",
+            f"unknown overlap {', '.join(sorted(settings.overlap - set(OVERLAPS)))}",
+            why=f"only {', '.join(OVERLAPS)} can overlap",
         )
     graph = graph.trained
     step = _Step(graph, plan, works, settings)
@@ -70,7 +71,7 @@ def tasks(
 
 
 class _Step:
-    """Plays a step once; `play` is its only use."""
+    """Plays a step once, by `play`."""
 
     def __init__(
         self, graph: Graph, plan: StagePlan, works: Mapping[str, NodeWork], settings: Settings
@@ -87,7 +88,7 @@ class _Step:
             precision=plan.precision,
             together=plan.fuses_update and not plan.offload.optimizer,
         )
-        # The block that a leaf is of, and where its first reader stands.
+        # The block of each leaf, and the index of its first reader.
         self.blocks = {
             name: f"{run}:{number}"
             for run, repeat in enumerate(graph.repeats)
@@ -101,14 +102,15 @@ class _Step:
         }
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, Updated] = {}
+        self.owned: list[Owned] = []
 
-    def play(self, made: Lowered) -> tuple[Task, ...]:
+    def play(self, program: Lowered) -> tuple[Task, ...]:
         self._begin()
         plan, accelerator = self.plan, self.settings.accelerator
         forward = Forward(
             self.graph, plan, self.works, accelerator, self.recorder, self.weights, self.leaves
         )
-        outputs, tape = forward.play(made)
+        outputs, tape = forward.play(program)
         ends = [
             value
             for (user, node), value in zip(self.graph.outputs, outputs, strict=True)
@@ -130,7 +132,7 @@ class _Step:
         return self.recorder.tasks()
 
     def _begin(self) -> None:
-        """What is there all the time."""
+        """Allocates everything that exists before the forward."""
         recorder = self.recorder
         recorder.compute("begin", "", ())
         for node in self.graph.nodes:
@@ -143,9 +145,11 @@ class _Step:
             self.leaves[node.name] = Value(buffer, node.requires_grad)
             if node.op == "param" and self.graph.users[node.name]:
                 self._parameter(node)
+        if nbytes := most_states(self.owned, self.plan.mesh.size):
+            recorder.hold(recorder.allocate("optimizer", "states of whole parameters", nbytes))
 
     def _parameter(self, node: Node) -> None:
-        """Where the states of a parameter lie."""
+        """Allocates the states of a parameter."""
         share = self.graph.template[self.graph.users[node.name][0]]
         plan, trained = self.plan, node.requires_grad
         storage = plan.storage(self.graph.template[node.name], share)
@@ -156,17 +160,19 @@ class _Step:
             block, place = self.blocks.get(node.name, node.name), self.places[node.name]
             self.weights.add(Weight(node.name, node, storage, value, hops, block, place))
         elif node.requires_grad and self.plan.microbatches > 1:
-            # The sum of the gradients of earlier microbatches, which the last one adds to.
+            # The accumulated gradient of earlier microbatches, to which the last one adds.
             nbytes = self.leaves[node.name].buffer.nbytes
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
         finer = storage.updated.dims != storage.held.dims
-        away = plan.offload.optimizer  # masters, too
+        away = plan.offload.optimizer  # master weights included
         if not away and (master or (plan.fuses_update and trained and finer)):
             title = "master" if master else "updated part"
             part = self.recorder.allocate("optimizer", f"{node.name}, {title}", updated.nbytes)
             self.recorder.hold(part)
-        if node.requires_grad and self.settings.state_bytes and not away:
-            state = updated.nbytes * self.settings.state_bytes
-            self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
+        self.owned += [updated.owned] if updated.owned is not None else []
+        whole = updated.owned is not None and updated.owned.rule.keeps_whole
+        if node.requires_grad and updated.states and not away and not whole:
+            states = self.recorder.allocate("optimizer", node.name, updated.states)
+            self.recorder.hold(states)

@@ -1,4 +1,4 @@
-"""Task: one kernel or collective of a training step, and the buffers that come and go with it."""
+"""Task: a kernel or collective of a training step, with the buffers that it allocates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autopar.cost.model import Work
 from autopar.ir.collective import Collective
 
 Phase = Literal["forward", "backward", "optimizer"]
-# Why something is sent: parameters gathered, gradients synchronised, activations resharded (and
-# their gradients), or an operator that asks other devices itself.
+# The cause of a collective: gathering parameters, synchronising gradients, resharding activations
+# (and their gradients), or communication inside an operator.
 Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exchange"]
 COMPUTE = "compute"
 HOST = ("to the host", "from the host")
@@ -20,22 +20,22 @@ HOST = ("to the host", "from the host")
 
 @dataclass(frozen=True)
 class Task:
-    """One thing that a device does.
+    """One unit of work of a device.
 
     Attributes:
-        name: what it is to a person, "linear_3" or "all_gather of %h_0_weight".
-        node: the graph's node that it is for, "" for none.
+        name: for people, such as "linear_3" or "all_gather of %h_0_weight".
+        node: the graph's node that it belongs to, "" for none.
         phase: of the step.
-        stream: "compute", the mesh axes that a collective spans, joined by ",", or one of `HOST`.
-            The tasks of one stream run in their order, one at a time.
+        stream: "compute", the mesh axes of a collective joined by ",", or one of `HOST`. The tasks
+            of a stream run one after another, in order.
         what: kernels that run one after another, one collective, one copy to or from host memory,
-            or nothing that takes time.
-        after: positions, in the tuple of all tasks, of those that must have ended before.
-        allocates: (buffer, bytes) that it needs from its start on. A buffer's name begins with its
-            kind: "activation linear_3".
-        frees: buffers that nobody needs after its end.
+            or an empty tuple, which takes no time.
+        after: positions, in the tuple of all tasks, of the tasks that must end before.
+        allocates: (buffer, bytes) allocated at its start. A buffer's name begins with its kind:
+            "activation linear_3".
+        frees: buffers freed at its end.
         cause: of a collective.
-        share: the part of `what` that this task is, where it is cut so that others run beside it.
+        share: the fraction of `what` that this task runs, if it is divided to overlap with others.
     """
 
     name: str
@@ -51,7 +51,11 @@ class Task:
 
 
 def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
-    """The buffers that the forward leaves to the backward, "activation linear_3", in bytes."""
+    """Returns the buffers that are alive after the forward, such as "activation linear_3".
+
+    Returns:
+        Name -> bytes.
+    """
     sizes: dict[str, float] = {}
     for task in tasks:
         if task.phase != "forward":
@@ -63,12 +67,12 @@ def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def fixed_bytes(left: Mapping[str, float], trained: Collection[str]) -> float:
-    """Of what a forward leaves, the bytes of parameters, gradients and optimizer state.
+    """Returns the bytes after a forward that are parameters, gradients and optimizer state.
 
     Args:
-        left: see `after_forward`.
-        trained: the parameters that have gradients; where gradients are not summed up over
-            microbatches they take as much, later.
+        left: from `after_forward`.
+        trained: the parameters with gradients. If gradients are not accumulated over microbatches,
+            they are not allocated yet, and are counted by the bytes of these parameters.
     """
     state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
     summed = sum(n for name, n in left.items() if name.startswith("gradient"))
@@ -76,6 +80,6 @@ def fixed_bytes(left: Mapping[str, float], trained: Collection[str]) -> float:
 
 
 def kept_bytes(left: Mapping[str, float]) -> float:
-    """Of what a forward leaves, the bytes that every microbatch in flight has for itself."""
+    """Returns the bytes after a forward that every microbatch in flight needs for itself."""
     once = ("parameter", "optimizer", "gradient")
     return sum(nbytes for name, nbytes in left.items() if not name.startswith(once))

@@ -1,4 +1,4 @@
-"""Timeline: when all of a simulated step runs, what it waits for, and the memory it takes."""
+"""Timeline: when the tasks of a simulated step run, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Span:
     """A task in time.
 
     Attributes:
-        task: what ran.
+        task: the task.
         start, end: seconds from the beginning of the step.
-        exposed: seconds of a collective, or of a copy to or from the host, in which nothing was
-            computed; several at once share them.
+        exposed: seconds of a collective, or of a copy to or from the host, in which nothing
+            computes; several at once share them.
     """
 
     task: Task
@@ -32,7 +32,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """Its duration in seconds."""
         return self.end - self.start
 
 
@@ -42,10 +42,10 @@ class Usage:
 
     Attributes:
         curve: (seconds, bytes) after every change.
-        peak: most bytes at a time.
-        time: when that is first so.
-        task: the name of the task that begins then.
-        buffers: what is alive then, the largest first.
+        peak: largest number of bytes.
+        time: seconds at which the peak is first reached.
+        task: name of the task that begins then.
+        buffers: (name, bytes) of what is alive then, the largest first.
     """
 
     curve: tuple[tuple[float, float], ...]
@@ -55,17 +55,17 @@ class Usage:
     buffers: tuple[tuple[str, float], ...]
 
     def reserved(self, fragmentation: float) -> float:
-        """Bytes that an allocator takes from the device if that part of them lies idle."""
+        """Returns the bytes that an allocator reserves if a fraction of them is fragmented."""
         return self.peak / (1 - fragmentation)
 
     @cached_property
     def kinds(self) -> dict[str, float]:
         """Bytes at the peak by kind of buffer, the largest first."""
-        found: dict[str, float] = {}
+        by_kind: dict[str, float] = {}
         for name, nbytes in self.buffers:
             kind = name.partition(" ")[0]
-            found[kind] = found.get(kind, 0.0) + nbytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            by_kind[kind] = by_kind.get(kind, 0.0) + nbytes
+        return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
 
 class Memory:
@@ -79,7 +79,7 @@ class Memory:
         self.peak, self.time, self.task, self.place = 0.0, 0.0, "", 0
 
     def add(self, time: float, position: int, task: Task) -> None:
-        """A task begins."""
+        """Adds the allocations of a task that begins."""
         self.log.append((task, True))
         for name, nbytes in task.allocates:
             if name in self.alive:
@@ -95,19 +95,19 @@ class Memory:
             self.place = len(self.log)
 
     def remove(self, time: float, task: Task) -> None:
-        """A task ends."""
+        """Removes the buffers of a task that ends."""
         self.log.append((task, False))
         for name in task.frees:
             if name not in self.alive:
                 raise SimulationError(
-                    f"buffer {name!r} is freed but not there", where=f"task {task.name!r}"
+                    f"buffer {name!r} is freed but not allocated", where=f"task {task.name!r}"
                 )
             self.total -= self.alive.pop(name)
         if task.frees:
             self.curve.append((time, self.total))
 
     def finish(self) -> Usage:
-        """The whole step's."""
+        """Returns the memory of the whole step."""
         alive: dict[str, float] = {}
         for task, began in self.log[: self.place]:
             if began:
@@ -125,7 +125,7 @@ class Timeline:
 
     Attributes:
         spans: every task in time, in program order.
-        seconds: of the whole step.
+        seconds: duration of the whole step.
         memory: bytes over time.
     """
 
@@ -135,72 +135,79 @@ class Timeline:
 
     @cached_property
     def computing(self) -> float:
-        """Seconds in which something is computed."""
+        """Seconds in which something computes."""
         return sum(span.seconds for span in self.spans if span.task.stream == COMPUTE)
 
     @property
     def utilisation(self) -> float:
-        """The part of the step in which something is computed."""
+        """Fraction of the step in which something computes."""
         return self.computing / self.seconds if self.seconds else 0.0
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds from the end of one phase to that of the next."""
+        """Seconds of each phase, from the end of the previous one to its own end."""
         ends: dict[str, float] = {}
         for span in self.spans:
             ends[span.task.phase] = max(ends.get(span.task.phase, 0.0), span.end)
-        found, before = {}, 0.0
+        durations, before = {}, 0.0
         for phase, end in ends.items():
-            found[phase], before = max(end - before, 0.0), max(end, before)
-        return found
+            durations[phase], before = max(end - before, 0.0), max(end, before)
+        return durations
 
     def communication(self, by: Callable[[Task], str]) -> dict[str, tuple[float, float]]:
-        """Seconds that collectives take and those in which nothing is computed, by what `by` says.
+        """Groups the time of collectives.
 
-        `kind_of`, `axes_of` and `cause_of` are such functions.
+        Args:
+            by: returns the group of a task, such as `kind_of`, `axes_of` or `cause_of`.
+
+        Returns:
+            Group -> (seconds, seconds in which nothing computes), the most exposed first.
         """
-        found: dict[str, tuple[float, float]] = {}
+        groups: dict[str, tuple[float, float]] = {}
         for span in self.spans:
             if isinstance(span.task.what, Collective):
                 key = by(span.task)
-                seconds, exposed = found.get(key, (0.0, 0.0))
-                found[key] = (seconds + span.seconds, exposed + span.exposed)
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+                seconds, exposed = groups.get(key, (0.0, 0.0))
+                groups[key] = (seconds + span.seconds, exposed + span.exposed)
+        return dict(sorted(groups.items(), key=lambda item: -item[1][1]))
 
     @cached_property
     def exposed(self) -> float:
-        """Seconds in which something is sent and nothing computed."""
+        """Seconds in which something communicates and nothing computes."""
         return sum(span.exposed for span in self.spans)
 
     @cached_property
     def copies(self) -> tuple[float, float]:
-        """Seconds that copies to and from the host take, and those in which nothing is computed."""
-        found = [span for span in self.spans if isinstance(span.task.what, HostCopy)]
-        return sum(span.seconds for span in found), sum(span.exposed for span in found)
+        """Seconds of copies to and from the host, and those of them in which nothing computes."""
+        copies = [span for span in self.spans if isinstance(span.task.what, HostCopy)]
+        return sum(span.seconds for span in copies), sum(span.exposed for span in copies)
 
     @cached_property
     def products(self) -> dict[str, float]:
-        """FLOPs of matrix products by dtype, as they run on this device."""
-        found: dict[str, float] = {}
+        """FLOPs of matrix products on this device, by dtype."""
+        by_dtype: dict[str, float] = {}
         for span in self.spans:
             for work in span.task.what if isinstance(span.task.what, tuple) else ():
                 if work.gemm is not None:
                     flops = span.task.share * work.flops
-                    found[work.dtype] = found.get(work.dtype, 0.0) + flops
-        return found
+                    by_dtype[work.dtype] = by_dtype.get(work.dtype, 0.0) + flops
+        return by_dtype
 
     def flops_utilisation(self, flops: float, peak: float) -> float:
-        """`flops` a step as a part of what a device does at `peak` FLOP/s.
+        """Returns the fraction of the peak that `flops` in a step amount to.
 
-        With the FLOPs of the model, divided by the number of devices, this is the model FLOPs
-        utilisation (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B), with those that the
-        device runs (`products`), whatever is computed twice among them, the hardware FLOPs
-        utilisation.
+        With the model's FLOPs divided by the number of devices, this is the model FLOPs utilisation
+        (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). With the FLOPs that the device
+        runs (`products`), including recomputation, it is the hardware FLOPs utilisation.
+
+        Args:
+            flops: of one device in a step.
+            peak: FLOP/s of a device.
         """
         return flops / (peak * self.seconds) if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Figures of the step as plain values, in seconds and bytes; not every span."""
+        """Returns the figures of the step in seconds and bytes, without spans."""
         views = {"kind": kind_of, "axes": axes_of, "cause": cause_of}
         return {
             "simulated": True,
@@ -226,7 +233,7 @@ class Timeline:
         }
 
     def to_trace(self) -> str:
-        """The step in Chrome's trace format, for ui.perfetto.dev: a row a stream, and memory."""
+        """Returns the step as a Chrome trace for ui.perfetto.dev."""
         streams = list(dict.fromkeys(span.task.stream for span in self.spans))
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "simulated device"}}
@@ -248,23 +255,23 @@ class Timeline:
                         args={"phase": span.task.phase, "node": span.task.node},
                     )
                 )
-        for time, nbytes in _last_at_each(self.memory.curve):
+        for time, nbytes in _largest_at_each(self.memory.curve):
             events.append(_event("memory", "C", 0, ts=time * 1e6, args={"bytes": nbytes}))
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def kind_of(task: Task) -> str:
-    """The kind of a collective, "" for a kernel."""
+    """Returns the kind of a collective, "" for a kernel."""
     return task.what.kind if isinstance(task.what, Collective) else ""
 
 
 def axes_of(task: Task) -> str:
-    """The mesh axes of a collective."""
+    """Returns the mesh axes of a collective."""
     return task.stream
 
 
 def cause_of(task: Task) -> str:
-    """Why a collective is made."""
+    """Returns the cause of a collective."""
     return task.cause
 
 
@@ -272,8 +279,8 @@ def _event(name: str, phase: str, thread: int, **more: Any) -> dict[str, Any]:
     return {"name": name, "ph": phase, "pid": 0, "tid": thread, **more}
 
 
-def _last_at_each(curve: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """The most bytes at each point in time, so that short peaks are seen."""
+def _largest_at_each(curve: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
+    """Returns the most bytes at each point in time, so that short peaks are visible."""
     most: dict[float, float] = {}
     for time, nbytes in curve:
         most[time] = max(most.get(time, 0.0), nbytes)

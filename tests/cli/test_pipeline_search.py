@@ -193,6 +193,6 @@ def test_a_pipeline_is_no_plan_to_start_from(staged: list[str]) -> None:
 
 
 def test_what_a_pipeline_has_not_is_refused(staged: list[str]) -> None:
-    assert "--stage names" in told("explain", *staged, "--by", "layer", code=2)
+    assert "need --stage" in told("explain", *staged, "--by", "layer", code=2)
     assert "there is no stage 2" in told("explain", *staged, "--stage", "2", code=2)
     assert "does not divide" in told("explain", *staged, "--batch", "6", code=2)

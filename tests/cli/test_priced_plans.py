@@ -130,9 +130,9 @@ def test_other_prices_are_told_by_name(folder: Path, tmp_path: Path, command: st
     more = ("-o", tmp_path / "program") if command == "emit" else ("--json",)
     own, other = slow(1.0).fingerprint, slow(3.0).fingerprint
     said = run(*arguments(folder, command, *more)).stderr
-    assert f"made under the calibration {own}; it is not given" in said
+    assert f"made with the calibration {own}; no calibration is given" in said
     said = run(*arguments(folder, command, *more, by="other.toml")).stderr
-    assert f"the plan was made under {own}" in said
+    assert f"the plan was made with {own}" in said
     assert f"is the calibration {other} of 2026-01-31" in said
     assert own not in run(*arguments(folder, command, *more, by="own.toml")).stderr
 
@@ -142,7 +142,7 @@ def test_questions_are_answered_under_its_own_prices_only(
     folder: Path, rest: tuple[str, ...]
 ) -> None:
     own = slow(1.0).fingerprint
-    refused(*arguments(folder, *rest), says=f"made under the calibration {own}")
+    refused(*arguments(folder, *rest), says=f"made with the calibration {own}")
     refused(*arguments(folder, *rest, by="other.toml"), says=slow(3.0).fingerprint)
     answer = json.loads(run(*arguments(folder, *rest, "--json", by="own.toml")).stdout)
     if rest[0] == "why":
@@ -181,8 +181,8 @@ def test_differences_are_priced_by_it(folder: Path, tmp_path: Path) -> None:
     prices = MeasuredModel(MESH, slow(1.0)).collective
     found = difference(made, other, (graph(), graph()), (prices, prices))
     assert json.loads(told.stdout)["totals"] == json.loads(json.dumps(asdict(found)))["totals"]
-    assert "the plan was made under" not in told.stderr
-    assert f"made under the calibration {made.calibration}" in run(*command, code=1).stderr
+    assert "the plan was made with" not in told.stderr
+    assert f"made with the calibration {made.calibration}" in run(*command, code=1).stderr
 
 
 def test_a_calibration_of_another_mesh_or_device_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -269,8 +269,8 @@ def test_the_text_says_what_the_json_says(ask: Callable[..., Any], folder: Path)
     ("arguments", "says"),
     [
         (("why", "up.wieght"), "did you mean up.weight"),
-        (("why", "mlp.py:1"), "names nothing"),
-        (("why-not", "down.bias", "[16]"), "names nothing"),
+        (("why", "mlp.py:1"), "is called"),
+        (("why-not", "down.bias", "[16]"), "is called"),
         (("why-not", "up.weight", "[64, 15]"), "its shape is [64, 16]"),
         (("why-not", "up.weight", "[64@rack, 16]"), "fits no choice"),
         (("why-not", "up.weight", "64 x 16"), "cannot read"),
@@ -290,7 +290,7 @@ def test_bad_plans_are_named(folder: Path, tmp_path: Path) -> None:
         refused(command, tmp_path / "none.toml", *rest, says="cannot read the plan")
         (tmp_path / "damaged.toml").write_text(text.replace("[stages.layouts]", "[lay"))
         refused(command, tmp_path / "damaged.toml", *rest, says="not readable TOML")
-        refused(command, folder / "plan.toml", *rest, says="nothing that it names is run")
+        refused(command, folder / "plan.toml", *rest, says="code that a plan names is not run")
         arguments = (folder / "plan.toml", *rest, "--model", model, "--batch", 64)
         refused(command, *arguments, says="the plan is for another model")
 
@@ -300,7 +300,7 @@ def test_a_name_of_too_many_choices_is_refused(
 ) -> None:
     monkeypatch.setattr("autopar.cli.why.MOST", 2)
     model = ("--model", f"{folder / 'mlp.py'}:model")
-    says = "'*.*' names 3 choices, and 2 are answered"
+    says = "'*.*' names 3 decisions, more than the 2"
     assert "%up_weight" in refused("why", folder / "plan.toml", "*.*", *model, says=says)
 
 

@@ -274,7 +274,7 @@ def test_lines_are_grouped_by_block_and_source() -> None:
     times = {parameter.name: parameter.times for parameter in found.parameters}
     assert times["transformer.h.*.ln_1.bias"] == 3
     assert times["transformer.ln_f.bias"] == 1
-    seconds = [line.seconds for _, line in found.dearest]
+    seconds = [line.seconds for _, line in found.slowest_lines]
     assert seconds == sorted(seconds, reverse=True)
     total = sum(seconds) + found.seconds["parameters"]
     assert total == pytest.approx(sum(found.seconds.values()))

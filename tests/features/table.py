@@ -63,11 +63,7 @@ FURTHER: dict[str, Feature] = {
 }
 
 # What does not compose, and why: the type of the error and what it says.
-REFUSED: dict[frozenset[str], tuple[str, str]] = {
-    # Adafactor keeps sums over rows and columns: of a part of a parameter they are others.
-    frozenset({"adafactor", "megatron"}): ("PinError", "the optimizer's update mixes the elements"),
-    frozenset({"adafactor", "zero3"}): ("StateError", "mixes the elements"),
-}
+REFUSED: dict[frozenset[str], tuple[str, str]] = {}
 
 
 def combinations(model: str, count: int) -> list[Case]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cli.common.pin_options import words
+from autopar.cli.common.pin_options import read_pins
 from autopar.cli.solve import _choices
 from autopar.codegen.emit import emit
 from autopar.cost.algorithms import Level
@@ -154,7 +154,7 @@ def _mesh(path: Path) -> object:
 
 def _pins(path: Path) -> object:
     name, _, text = path.read_bytes().decode("utf-8", "replace").partition("=")
-    return Pins(graph(), {name: text}), words((), (), (name + "=" + text,), None)
+    return Pins(graph(), {name: text}), read_pins((), (), (name + "=" + text,), None)
 
 
 def _problem() -> Problem:

@@ -261,7 +261,7 @@ def test_views_are_free() -> None:
 
 def test_an_optimizer_reads_and_writes_its_state() -> None:
     """AdamW: parameter, gradient and two moments in; parameter and two moments out."""
-    assert optimizer_work(400.0, 2.0, "f32").nbytes == 7 * 400
+    assert optimizer_work(400.0, 800.0, "f32").nbytes == 7 * 400
     assert optimizer_work(400.0, 0.0, "f32").nbytes == 3 * 400  # plain SGD
 
 
@@ -276,8 +276,8 @@ def test_the_price_of_adamws_kernel_is_what_its_file_says(rounded: bool) -> None
     assert kernel.flops == "15 ..."
     assert price.flops == 15 * 300
     # Otherwise masters are read once more, to be rounded.
-    masters = [Updated("w", 1200.0, "f32", 600.0 * rounded, stays=True)]
-    plain, fused = (update_works(masters, 2.0, fused) for fused in (False, True))
+    masters = [Updated("w", 1200.0, "f32", 600.0 * rounded, stays=True, states=2400.0)]
+    plain, fused = (update_works(masters, fused) for fused in (False, True))
     saved = sum(w.nbytes for w in plain) - sum(w.nbytes for w in fused)
     assert saved == 1200 * rounded
 
@@ -286,14 +286,14 @@ def test_adamws_kernel_is_launched_for_every_buffer_of_gradients() -> None:
     """Buckets of two that are reduced, a large one apart, small ones that are copied together."""
     reduced = [Updated(f"r{n}", 4e6, "f32", sent=8e6) for n in range(5)]
     apart = [Updated("large", 4e6, "f32")] + [Updated(f"s{n}", 4e3, "f32") for n in range(3)]
-    works = update_works([*reduced, *apart], 2.0, True, bucket=16_000_000)
+    works = update_works([*reduced, *apart], True, bucket=16_000_000)
     launches = [work.nbytes / 7 for work in works if work.op == "adamw_"]
     assert sorted(launches) == [12e3, 4e6, 4e6, 8e6, 8e6]
     assert [work.nbytes for work in works if work.op != "adamw_"] == [2 * 12e3]
     cast = [Updated(f"c{n}", 4e6, "f32", 2e6, stays=True) for n in range(3)]
     parts = [replace(each, scattered=True) for each in reduced]
     for together in (cast, parts):  # in one buffer
-        (work,) = update_works(together, 2.0, True, bucket=16_000_000)
+        (work,) = update_works(together, True, bucket=16_000_000)
         assert work.nbytes == sum(7 * each.nbytes + each.rounded for each in together)
 
 

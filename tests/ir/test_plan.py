@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.update import Update
 from autopar.plan import Plan
 from autopar.plan_entries import UNNAMED, ModelSpec, NodePlan, Prediction
 from autopar.stage_plan import StagePlan
@@ -64,7 +65,7 @@ down = "[8@node, 64@gpu]; [64@gpu, 16] -> [8@node, 16] +sum(gpu)"
 
 def test_a_plan_of_the_first_version_reads_as_it_was_meant() -> None:
     plan, now = Plan.from_toml(OLD), example()
-    stage = replace(now.stage, microbatches=4, bucket=1000, limit=64e9, state_bytes=3.0)
+    stage = replace(now.stage, microbatches=4, bucket=1000, limit=64e9, update=Update.of_bytes(3.0))
     assert plan == replace(now, stages=(stage,), microbatches=4)
     assert (plan.version, plan.stage.solver.name) == (1, "ilp")
     again = Plan.from_toml(plan.to_toml())

@@ -21,6 +21,7 @@ from autopar.intra_op.storage_choices import stored_traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.runtime.folder import OpenProgram
 from autopar.runtime.update.groups import grouped, options_of
@@ -62,9 +63,15 @@ def test_bytes_of_states(state: str, parameter: float, optimizer: float) -> None
     used = Layout(((), ()), varying=MESH.names)
     storage = StateChoice.read(state, MESH).storages(used, tensor, MESH)[0]
     traffic = stored_traffic(
-        tensor, True, storage, MESH, AnalyticModel(MESH), precision=Precision("bf16")
+        tensor,
+        True,
+        storage,
+        MESH,
+        AnalyticModel(MESH),
+        ADAMW.rules[0],
+        precision=Precision("bf16"),
     )
-    cost = traffic.cost(2.0, 4, waits=True)
+    cost = traffic.cost(4, waits=True)
     assert cost.nbytes["leaf"] == pytest.approx((parameter + optimizer) * tensor.numel)
     rows, columns = storage.grads.local_shape(tensor.shape, MESH)
     assert cost.nbytes["accumulated"] == 4 * rows * columns

@@ -17,9 +17,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.state_sharding import StateSharding, shardings
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.update import ADAMW
 
 MESH = Mesh.parse("A100-80: node=4, gpu=3")
 WEIGHT = TensorType("f32", (24, 5))
+RULE = ADAMW.rules[0]
 USED = Layout(((), ()), varying=("node", "gpu"))
 
 
@@ -86,7 +88,7 @@ def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
     model = AnalyticModel(MESH)
     every = [stored_option(s, WEIGHT) for s in storages(USED, WEIGHT, MESH, 3)]
     costs = [
-        stored_traffic(WEIGHT, True, o.storage, MESH, model).cost(2.0, 3, waits=False)
+        stored_traffic(WEIGHT, True, o.storage, MESH, model, RULE).cost(3, waits=False)
         for o in every
         if o.storage
     ]
@@ -106,7 +108,7 @@ def test_one_microbatch_needs_no_layout_of_its_own_for_gradients() -> None:
 
     def best(count: int, options: int) -> float:
         found = (
-            stored_traffic(WEIGHT, True, s, MESH, model).cost(2.0, count, waits=True)
+            stored_traffic(WEIGHT, True, s, MESH, model, RULE).cost(count, waits=True)
             for s in storages(USED, WEIGHT, MESH, options)
         )
         return min(cost.seconds for cost in found)

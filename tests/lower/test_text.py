@@ -101,8 +101,8 @@ def test_steps_of_a_move_follow_one_another() -> None:
     ("line", "word"),
     [
         ("x = compute %nobody(y) : [8] -> [8]", "nobody"),
-        ("what is this", "none of the lines"),
-        ("x = %a : somewhere", "no variable"),
+        ("what is this", "not a line"),
+        ("x = %a : somewhere", "not a variable"),
     ],
 )
 def test_a_damaged_line_is_named(line: str, word: str) -> None:

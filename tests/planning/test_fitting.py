@@ -12,7 +12,7 @@ from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.plan_entries import Prediction
-from autopar.planning.fitting import LATER, Fitted, _seconds, _understood, fitting
+from autopar.planning.fitting import LATER, Fitted, _seconds, _supported, fitting
 from autopar.stage_plan import StagePlan
 
 LEAST = 30.0  # bytes that every choice holds at least
@@ -95,6 +95,6 @@ def test_a_choice_to_begin_with_changes_no_optimum() -> None:
             assert found.objective == pytest.approx(best)
             assert evaluate(problem, found).feasible
     said = {"start": (0,), "time_limit": 1.0}
-    assert _understood("ilp", said) == said
-    assert _understood("propagate", said).keys() <= {"time_limit"}
-    assert "start" not in _understood("ilp", {"start": None})
+    assert _supported("ilp", said) == said
+    assert _supported("propagate", said).keys() <= {"time_limit"}
+    assert "start" not in _supported("ilp", {"start": None})

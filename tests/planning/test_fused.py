@@ -61,7 +61,7 @@ def planned(
     graph = capture_graph(model, (ids, ids), {}, options, Trace(None)).graph
     plan = make_plan(graph, GPUS, options, Trace(None))
     prices = AnalyticModel(GPUS)
-    done = tasks(graph, plan, works(graph, plan, options.table), prices, settings_on("H100", 2.0))
+    done = tasks(graph, plan, works(graph, plan, options.table), prices, settings_on("H100"))
     played = run(done, prices, 1.0)
     return graph, plan, played.seconds, played.memory.peak
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,6 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.node_choices import in_one_piece
 from autopar.intra_op.pins.wordings import PinsLike, spell_out
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rule_table import table
@@ -23,6 +23,9 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.storage import Storage
+from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.update import ADAMW, Update
 from autopar.pins import data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
@@ -61,12 +64,19 @@ def graph_of(name: str, layers: int, batch: int) -> Graph:
     return capture_graph(model, (), inputs, Options(), Trace(None)).graph
 
 
+def _in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
+    """Yields the storage of a parameter that is whole, and all of whose states are."""
+    if not used.sharded_axes:
+        whole = Layout(used.dims)
+        yield Storage(used, whole, whole, whole, whole)
+
+
 def ratio(name: str, layers: int, batch: int, chip: str, plan: str) -> float:
     graph, (axes, pins) = graph_of(name, layers, batch), PLANS[plan]
     mesh, known = Mesh.parse(f"{chip}: {axes}"), table()
     prices, slowdown = AnalyticModel(mesh), device(mesh).slowdown
     said = spell_out(pins, graph, mesh, known)
-    lies = in_one_piece if plan == "whole states" else None
+    lies = _in_one_piece if plan == "whole states" else None
     given = Assumptions(slowdown=slowdown, lies=lies)
     built = build(graph, mesh, prices, known, given, memory_limit=1e15, pins=said)
     choice = solve(built.problem).choice
@@ -111,7 +121,7 @@ MESH = Mesh.parse("H100: gpu=4")
 
 
 def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> StagePlan:
-    options = Options(memory=limit, pins=pins, state_bytes=state)
+    options = Options(memory=limit, pins=pins, update=Update.of_bytes(state))
     return make_plan(graph_of("gpt2", 2, 8), MESH, options, Trace(None))
 
 
@@ -144,11 +154,11 @@ def test_what_does_not_fit_is_told_the_need_of_a_plan_that_does() -> None:
 
 def test_a_plan_records_its_limit_and_the_state_of_its_optimizer(tmp_path: Path) -> None:
     made = planned(1e9, state=1.0)
-    assert (made.limit, made.state_bytes) == (1e9, 1.0)
+    assert (made.limit, made.update) == (1e9, Update.of_bytes(1.0))
     Plan.of(made).save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml").stage == made
     free = planned(float("inf"))
-    assert (free.limit, free.state_bytes) == (math.inf, 2.0)
+    assert (free.limit, free.update) == (math.inf, ADAMW)
     more = replace(made, limit=2e9)
     assert Plan.from_toml(Plan.of(more).to_toml()).stage == more != made
 

@@ -25,7 +25,7 @@ from autopar.ir.recompute import Recompute
 from autopar.plan import Plan
 from autopar.planning import planner as planner_module
 from autopar.planning.capturing import capture_graph
-from autopar.planning.offloading import told
+from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.planner import Planner
 from autopar.planning.trace import Trace
@@ -163,7 +163,7 @@ def test_a_plan_keeps_what_is_offloaded(tmp_path: Path) -> None:
 
 def test_blocks_that_are_computed_again_are_not_offloaded() -> None:
     again = {RUN: Recompute("full", 2)}
-    left = left_of(graph(), told(graph(), "activations"), again)
+    left = left_of(graph(), parse_offload(graph(), "activations"), again)
     assert left == Offload(False, {RUN: 1})
     assert offloaded_runs(graph(), left, again) == ((2, 3),)
     assert left_of(graph(), left, {RUN: Recompute("full", 3)}) == NOTHING
@@ -179,7 +179,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     chip = replace(device(GPUS), host_memory=1.0)
     with (
         patch.object(planner_module, "device", lambda _: chip),
-        pytest.raises(InfeasibleError, match="host has too little memory"),
+        pytest.raises(InfeasibleError, match="host memory is too small"),
     ):
         planned(1e15, "optimizer")
 

@@ -17,6 +17,7 @@ from autopar.errors import OptionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.update import Update
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
@@ -36,11 +37,10 @@ OTHERS: dict[str, Any] = {
     "recompute": "full 1",
     "microbatches": 2,
     "state": "zero1",
-    "elementwise": False,
     "precision": Precision.read("bf16"),
     "fuse": ("gated",),
     "offload": "optimizer",
-    "state_bytes": 1.0,
+    "update": Update.parse(["a b whole -> row[a 1], col[1 b]", "* -> momentum_buffer[*]"]),
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
 # A plan cannot say these: functions and files, and how its own stage came to be.
@@ -59,8 +59,6 @@ def test_a_plan_says_the_options_that_it_was_made_under(name: str) -> None:
     """From the plan's file alone the same search follows: equal options, and an equal plan."""
     model, batch = models.llama()
     options = replace(Options(), **{name: OTHERS[name]})
-    if name == "elementwise":  # whole parameters do not fuse
-        options = replace(options, state="ddp")
     graph = capture_graph(model, (), batch, options, Trace(None)).graph
     plan = make_plan(graph, MESH, options, Trace(None))
     loaded = Plan.from_toml(Plan.of(plan).to_toml()).stage
@@ -124,10 +122,10 @@ def test_no_plan_of_the_batch_in_equal_stages_is_faster(searched: Plan) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"stages": "auto", "microbatches": 4}, "chooses microbatches"),
-        ({"stages": "auto", "schedule": "gpipe"}, "chooses microbatches"),
-        ({"stages": "auto", "offload": "activations"}, "does not offload"),
-        ({"stages": 2, "global_batch": 16}, "search for the fastest pipeline"),
+        ({"stages": "auto", "microbatches": 4}, "also chooses microbatches"),
+        ({"stages": "auto", "schedule": "gpipe"}, "also chooses microbatches"),
+        ({"stages": "auto", "offload": "activations"}, "does not support offload"),
+        ({"stages": 2, "global_batch": 16}, 'needs stages="auto"'),
         ({"stages": "many"}, "stages"),
         ({"stages": "auto", "global_batch": 0}, "global_batch"),
     ],

@@ -10,14 +10,16 @@ import torch
 
 from autopar.cli.common.model_options import capture_model
 from autopar.errors import InfeasibleError, StateError
+from autopar.explain import moves as explain_moves
 from autopar.ir.mesh import Mesh
+from autopar.ir.update import Update
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
-from autopar.runtime.update.optimizer import elementwise
+from autopar.runtime.update.observation import observed
 from autopar.stage_plan import StagePlan
 
 # PaRO (arXiv:2310.06003), section 5: LLaMA-65B on 32 A100-80, mixed precision, 4 samples of 512
@@ -35,7 +37,7 @@ def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
         options = Options(
             pins=[data_parallel()], state=name, recompute="full", microbatches=10, memory="80GB",
             # Six times two bytes of a bf16 parameter: master, momentum and variance in float32.
-            state_bytes=6.0,
+            update=Update.of_bytes(6.0),
         )  # fmt: skip
         try:
             plan = make_plan(graph, mesh, options, Trace(None))
@@ -93,11 +95,21 @@ def _parameters(plan: StagePlan) -> list[str]:
     return [name for name in shares if not plan.nodes[name].operands]
 
 
-def test_optimizers_that_mix_elements_keep_parameters_in_one_piece() -> None:
-    assert elementwise(torch.optim.AdamW)
-    assert not elementwise(partial(torch.optim.Adafactor, lr=1e-2))
-    plan = small(elementwise=False)
-    leaves = [entry for entry in plan.nodes.values() if not entry.operands]
-    assert all(not layout.axes for entry in leaves for _, layout in entry.results)
-    with pytest.raises(StateError, match="zero3"):
-        small(elementwise=False, state="zero3")
+def test_the_owners_of_whole_parameters_are_a_price_of_splitting_them() -> None:
+    """Gradient and parameter reach the owner, the parameter leaves it: three all_to_alls each."""
+    update = observed(partial(torch.optim.Adafactor, lr=1e-2))
+    plan, free = small(update=update, state="zero3"), small(state="zero3")
+    graph = capture_model(ModelSpec("gpt2", 8, 16, 2), Options(), Trace(None))
+    moved = explain_moves(graph, plan, lambda call: 1.0)
+    split = [
+        leaf
+        for leaf in graph.leaves("param")
+        if plan.storage(
+            graph.template[leaf.name], graph.template[graph.users[leaf.name][0]]
+        ).updated.sharded_axes
+    ]
+    times = sum(
+        move.times * len([c for c in move.calls if c.kind == "all_to_all"]) for move in moved
+    )
+    assert times == 3 * len(split) > 0
+    assert plan.predicted.step_seconds > free.predicted.step_seconds

@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.stale_weights import (
     METHODS,
     OPTIMIZERS,
+    STEPS,
     Method,
     made,
     program_of,
@@ -43,9 +44,9 @@ def check(names: list[str], stages: int, ranks: int, **how: Any) -> None:
         method = METHODS[name]
         for optimizer in OPTIMIZERS:
             losses, weights = simulated(method, stages, optimizer, how.get("clip_norm"))
-            late = method.flushed
+            first = method.flushed
             # A step gives the loss of the one before, the first one that does not flush its own.
-            told = [*losses[: late + 1], *losses[late:-1]]
+            told = [losses[max(first, n - method.late) if n > first else n] for n in range(STEPS)]
             for rank in every:
                 ours, state = rank[name, optimizer]
                 error = max(

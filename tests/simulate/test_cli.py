@@ -51,7 +51,7 @@ def test_figures_and_pictures(plan: Path, source: str, tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     flags = ("--model", f"{source}:model", "--trace-json", trace)
     shown = run("simulate", plan, *flags).stdout
-    for word in ("Simulated, nothing here is measured", "exposed communication", "all_reduce"):
+    for word in ("Simulated, not measured", "exposed communication", "all_reduce"):
         assert word in shown
     assert {"compute", "memory", "network"} <= {line.split(" ")[0] for line in shown.splitlines()}
     events = json.loads(trace.read_text())["traceEvents"]

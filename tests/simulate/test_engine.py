@@ -169,7 +169,7 @@ def test_memory_counts_from_start_to_end() -> None:
         ((kernel(1, 7),), "waits for task 7"),
         ((kernel(1, 1), send(1, "a", 0)), "never begin"),
         ((kernel(1, 1), kernel(1)), "never begin"),
-        ((kernel(1, frees=("a",)),), "freed but not there"),
+        ((kernel(1, frees=("a",)),), "freed but not allocated"),
         ((kernel(1, allocates=(("a", 1.0),)), kernel(1, allocates=(("a", 1.0),))), "twice"),
     ],
 )

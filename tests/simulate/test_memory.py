@@ -22,7 +22,7 @@ from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
-from autopar.planning.offloading import told
+from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
@@ -145,7 +145,7 @@ OFFLOADED = ("optimizer", "activations 4", "optimizer+activations")
 
 def offloading(case: Case, what: str) -> Case:
     """The same with something in host memory, behind what is computed again."""
-    whole = told(case.captured.graph, what)
+    whole = parse_offload(case.captured.graph, what)
     offload = left_of(case.captured.graph, whole, case.plan.recompute)
     return replace(case, plan=replace(case.plan, offload=offload))
 

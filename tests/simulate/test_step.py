@@ -21,6 +21,7 @@ from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.update import Update
 from autopar.pins import data_parallel, fsdp, megatron
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
@@ -241,7 +242,7 @@ def test_gradients_and_state_are_as_large_as_their_parameters(
     graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
     for plan in plans.values():
-        made, _ = simulate(graph, plan, state_bytes=3.0)
+        made, _ = simulate(graph, replace(plan, update=Update.of_bytes(3.0)))
         end = {name: size for task in made for name, size in task.allocates}
         for leaf in graph.leaves("param"):
             layout = plan.nodes[graph.template[leaf.name]].results[0][1]
@@ -296,5 +297,5 @@ def test_what_has_no_step_is_refused(graph: Graph, plans: dict[str, StagePlan]) 
     plan, model = plans["free"], AnalyticModel(autopar.Mesh.parse(MESH))
     with pytest.raises(SimulationError, match="no training step"):
         tasks(replace(graph, loss=None), plan, {}, model)
-    with pytest.raises(SimulationError, match="nothing called sends"):
+    with pytest.raises(SimulationError, match="unknown overlap sends"):
         tasks(graph, plan, {}, model, Settings(overlap=frozenset({"sends"})))

@@ -68,6 +68,7 @@ class Method:
         forward, backward: (stage, stages, microbatch) -> the version that it runs on, where the
             pipeline does not stop.
         annealed, decay, flushed: of PipeMare.
+        late: how many steps later a loss is told.
     """
 
     schedule: str
@@ -78,6 +79,7 @@ class Method:
     annealed: int = 0
     decay: float = 0.0
     flushed: int = 0
+    late: int = 1
 
     @property
     def taken(self) -> int:
@@ -112,7 +114,7 @@ METHODS = {
     ),
     "bounded": Method(
         "bounded_staleness ahead=2", 4, 0,
-        lambda s, p, k: max(0, k // 4 - 2), lambda s, p, k: max(0, k // 4 - 2),
+        lambda s, p, k: max(0, k // 4 - 2), lambda s, p, k: max(0, k // 4 - 2), late=2,
     ),
     "ampnet": Method("ampnet", 4, 1, lambda s, p, k: max(0, k - (p - 1 - s)), lambda s, p, k: k),
     "ampnet of two": Method(
@@ -222,7 +224,7 @@ def program_of(method: Method, stages: int, optimizer: str, ranks: int, **how: A
     )  # fmt: skip
     call, trace = Call(model, (), batches[0]), Trace(None)
     graph = capture_call(call, options, trace, method.microbatches).graph
-    ends = ["tanh", *(f"tanh_{number}" for number in range(1, stages - 1))]
+    ends = ["tanh", *(f"tanh_{number}" for number in range(1, stages - 1))][: stages - 1]
     whole = Mesh.parse(mesh(ranks))
     plan = plan_stages(
         graph, ends, equal_parts(whole, stages), whole, method.microbatches, method.schedule,

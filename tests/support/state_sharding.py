@@ -23,7 +23,7 @@ from autopar.planning.plan_model import plan_evenly
 from autopar.planning.trace import Trace
 from autopar.runtime import runtime, torch_private
 from autopar.runtime.communication.refetch import Refetch
-from autopar.runtime.update.optimizer import elementwise
+from autopar.runtime.update.observation import observed
 from autopar.session import compiler
 from tests.support import parity
 
@@ -116,7 +116,7 @@ class Case:
 
     def captured(self, precision: Precision) -> tuple[Any, ...]:
         """What cases with one captured graph have in common."""
-        return self.make, self.microbatches, precision.compute, elementwise(self.optimizer)
+        return self.make, self.microbatches, precision.compute, observed(self.optimizer).mixes
 
     @property
     def pins(self) -> list[Word]:
@@ -222,7 +222,7 @@ class Jobs:
             state=f"{case.state}, gathered again" if case.again else case.state,
             recompute=case.recompute,
             offload=case.offload,
-            elementwise=elementwise(case.optimizer),
+            update=observed(case.optimizer),
             precision=Precision.read(case.precision),
         )
         key = case.captured(options.precision)

@@ -1,1 +1,1 @@
-"""What several commands share: their options, prices and output."""
+"""Options, prices and output that several commands share."""

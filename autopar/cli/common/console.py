@@ -1,4 +1,4 @@
-"""What every command prints with: output, stages on stderr, errors in red."""
+"""Printing for all commands: output, progress on stderr, errors in red."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from autopar.lower.literals import printable
 from autopar.planning.trace import Trace
 
 FILE = Kind("the file", ProgramError)
-WIDTH = 120  # of text that goes into a file or a pipe
+WIDTH = 120  # of lines printed to a file or a pipe
 
 
 class Seconds(click.FloatRange):
-    """A time of up to thirty years; neither nothing (nan) nor for ever."""
+    """A time in seconds, from 0 to 1e9; neither NaN nor infinity."""
 
     def __init__(self) -> None:
         super().__init__(min=0, max=1e9)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read a number."""
-        found = super().convert(value, param, ctx)
-        if found != found:
-            self.fail(f"{value!r} is no number", param, ctx)
-        return found
+        """Parses a number."""
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return seconds
 
 
 SECONDS = Seconds()
@@ -46,10 +46,10 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and noth
 
 
 class Group(click.Group):
-    """Commands whose named errors are printed in red, with exit code 2 and no traceback."""
+    """A group of commands that prints autopar's errors in red and exits with status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; exit code 2 after a named error."""
+        """Runs a command; exits with status 2 after an AutoparError or a failed print."""
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
@@ -58,16 +58,16 @@ class Group(click.Group):
         except AutoparError as error:
             click.secho(str(error), fg="red", err=True)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever reads has enough: click ends quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits quietly
                 raise
             why = error.strerror or str(error)
             click.secho(str(ProgramError("cannot print", why=why)), fg="red", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is not tried again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # do not retry buffered output at exit
         ctx.exit(2)
 
 
 class Console(rich.console.Console):
-    """Prints texts from outside as they are: no markup, and nothing that steers a terminal."""
+    """A console that prints untrusted text: no markup, and no control characters."""
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False)
@@ -75,26 +75,26 @@ class Console(rich.console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Segments with escapes in place of characters that are not printed."""
+        """Yields segments in which control characters are escaped."""
         for text, style, control in super().render(renderable, options):
             shown = text if control else "\n".join(map(printable, text.split("\n")))
             yield Segment(shown, style, control)
 
 
 def say(text: str, *, fg: str | None = None, err: bool = False) -> None:
-    """Print lines of which parts come from outside."""
+    """Prints lines that may contain untrusted text."""
     click.secho("\n".join(map(printable, text.split("\n"))), fg=fg, err=err)
 
 
 class Stages(Trace):
-    """A trace that also tells how far planning is."""
+    """A trace that also reports the progress of planning."""
 
     def __init__(self, folder: Path | None, stage: Callable[[str], None]) -> None:
         super().__init__(folder)
         self.stage = stage
 
     def __call__(self, name: str, text: Callable[[], str]) -> None:
-        """Keep one value; ProgramError where it cannot be written."""
+        """Writes one value; raises ProgramError if it cannot be written."""
         if name == "problem.json":
             self.stage("solve")
         with writing(self.folder):
@@ -103,7 +103,7 @@ class Stages(Trace):
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that names the stage at work; nothing unless a person watches."""
+    """Shows the current stage of work on stderr, if it is a terminal and `quiet` is not set."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda name: None
@@ -115,7 +115,7 @@ def stages(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def writing(path: Path | None) -> Iterator[None]:
-    """A block that writes to `path`: what the system refuses is a ProgramError."""
+    """Turns an OSError of a block that writes to `path` into a ProgramError."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def writing(path: Path | None) -> Iterator[None]:
 
 
 def print_out(*parts: RenderableType) -> None:
-    """Print to stdout, as wide as the terminal, or WIDTH into a file or a pipe."""
+    """Prints to stdout, as wide as the terminal, or at least WIDTH to a file or a pipe."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
@@ -132,5 +132,5 @@ def print_out(*parts: RenderableType) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document."""
+    """Prints one JSON document."""
     click.echo(json.dumps(value, indent=1))

@@ -1,4 +1,4 @@
-"""Models as commands name them: their options and their graphs."""
+"""The options that name a model and its batch, and the capture of that model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.zoo.load import depth, opened
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MODEL = click.option(
-    "--model", metavar="MODEL", help="The model, where the plan does not name it: as for `plan`."
+    "--model", metavar="MODEL", help="The model, in place of the plan's, written as for `plan`."
 )
 
 RULES = click.option(
@@ -34,25 +34,26 @@ RULES = click.option(
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="A Python file, run first, whose RULES are rules of own operators. Repeatable.",
+    help="A Python file to run first, whose RULES are rules for your operators. Repeatable.",
 )
 
 
 def shapes(command: Command) -> Command:
-    """The options --batch, --seq and --layers."""
+    """Adds the options --batch, --seq and --layers."""
     for name, most, text in (
         ("--layers", 2**14, "Number of blocks, in place of the model's own."),
-        ("--seq", 2**31, "Tokens of a sample."),
-        ("--batch", 2**31, "Samples of the whole batch of a step."),
+        ("--seq", 2**31, "Tokens per sample."),
+        ("--batch", 2**31, "Samples in the whole batch of a step."),
     ):
         command = click.option(name, type=click.IntRange(1, most), help=text)(command)
     return command
 
 
 def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
-    """The prepared graph of a model and a batch; weights of the zoo and of hf: are never made.
+    """Captures the prepared graph of a model and a batch.
 
-    Of a deep one of these a few blocks are traced and the others added.
+    Weights of models of the zoo and of hf: are never allocated. Of a deep one only a few blocks are
+    traced; the others are copies of them.
     """
     layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
     if layers is not None and layers > 2 * LEAST:
@@ -71,32 +72,35 @@ def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
 
 
 def capture_whole(wanted: ModelSpec, options: Options, tracer: Trace) -> Captured:
-    """The captured model, every block traced."""
+    """Captures a model, tracing every block."""
     module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
     return capture_graph(module, (), inputs, options, tracer)
 
 
 def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
-    """The rules in the user's Python files, which are run; ModelFileError if one is no such file.
+    """Runs the user's Python files and returns the rules in their RULES.
 
-    A file that only registers operators has no `RULES`.
+    A file that only registers operators has no RULES.
+
+    Raises:
+        ModelFileError: a file cannot be run, or its RULES are not rules.
     """
-    found: list[OpRule] = []
+    rules: list[OpRule] = []
     for file in files:
         with opened(file) as module:
             given = getattr(module, "RULES", ())
         if not isinstance(given, (tuple, list)) or not all(isinstance(r, OpRule) for r in given):
             raise ModelFileError(
-                "the file's RULES are no rules",
+                "the file's RULES are not rules",
                 where=str(file),
                 todo="write RULES = (autopar.rule(...), ...)",
             )
-        found += given
-    return tuple(found)
+        rules += given
+    return tuple(rules)
 
 
 def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
-    """Returns the model on batches of any size, for the search for stages."""
+    """Returns the model for batches of any size, as the search for stages needs it."""
 
     def graph(samples: int, layers: int | None) -> Graph:
         count = wanted.layers if layers is None else layers
@@ -107,5 +111,5 @@ def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
 
 
 def is_data(source: str) -> bool:
-    """Whether building the model runs no code of the user's."""
+    """Returns whether a model can be built without running the user's code."""
     return source in names() or source.startswith("hf:")

@@ -1,4 +1,4 @@
-"""Plans that commands open: the file, the graphs that it is for, and its stages."""
+"""Opens a plan file, captures its model, and gives commands the graphs of its stages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from autopar.zoo import load
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan file, and what the command line says of it.
+    """A plan file and the command line's options for it.
 
     Attributes:
         path: of the file.
-        model: in place of the one that the plan names.
-        sizes: in place of those that the plan names.
+        model: the model, in place of the plan's.
+        sizes: batch, sequence length and layers, in place of the plan's.
         rules: sharding rules by operator.
         calibration: a file of measured prices.
     """
@@ -54,24 +54,24 @@ class PlanFile:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan; PlanError if the file is none."""
+        """The plan; raises PlanError if the file is not a plan."""
         return Plan.load(self.path)
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model as the command line spells it, or else the plan.
+        """The model and its sizes: those of the command line, else the plan's.
 
         Raises:
-            PlanError: it names code to run.
-            UnknownDeviceError: there is no such device as it is for.
+            PlanError: only the plan names the model, and it is code to run.
+            UnknownDeviceError: the plan's device is unknown.
         """
         device(self.plan.mesh)
-        said = {**self.plan.model.table(), **self.sizes.table()}
-        return ModelSpec(**{**said, "source": self.model or self._source()})  # type: ignore[arg-type]
+        sizes = {**self.plan.model.table(), **self.sizes.table()}
+        return ModelSpec(**{**sizes, "source": self.model or self._source()})  # type: ignore[arg-type]
 
     @cached_property
     def options(self) -> Options:
-        """The plan's own options, with these rules and prices."""
+        """The plan's own options, with the command line's rules and prices."""
         whole = self.plan.mesh if self.plan.is_pipeline else None
         return Options.like(
             self.plan.stages[0], table=self.rules, calibration=self.calibration,
@@ -79,78 +79,81 @@ class PlanFile:
         )  # fmt: skip
 
     def stage(self, number: int | None) -> None:
-        """UsageError where the plan has no stage of that number."""
+        """Raises UsageError if the plan has no stage of that number."""
         if number is None:
             return
         if not self.plan.is_pipeline:
-            raise click.UsageError("--stage is for plans of pipelines")
+            raise click.UsageError("--stage is for pipelines")
         if number >= len(self.plan.stages):
             last = len(self.plan.stages) - 1
             raise click.UsageError(f"there is no stage {number}, only 0 to {last}")
 
-    def open(self, told: Callable[[str], None]) -> Opened:
-        """The plan with the graphs that it is for.
+    def open(self, progress: Callable[[str], None]) -> Opened:
+        """Captures the model and checks the plan's layouts.
 
         Args:
-            told: is told what is done.
+            progress: reports what is being done.
+
+        Returns:
+            The plan with the prepared graphs of its stages.
 
         Raises:
-            PlanError: it names code to run, or has layouts that are not possible.
-            PlanMismatchError: it is for another model.
+            PlanError: the plan names code to run, or has impossible layouts.
+            PlanMismatchError: the plan is for another model.
             CalibrationError: see `prices`.
         """
         plan = self.plan
         if not plan.is_pipeline:
-            whole = capture_model(self.spec, self.options, Stages(None, told))
+            whole = capture_model(self.spec, self.options, Stages(None, progress))
             graphs: tuple[Graph, ...] = (whole,)
-            told("strategies")
+            progress("strategies")
         else:
             prices(plan.stages[0], self.calibration, plan.mesh)
-            graph = self._microbatch_graph(told)
+            graph = self._microbatch_graph(progress)
             plan.check(graph, plan.mesh)
-            told("strategies")
+            progress("strategies")
             graphs = stage_graphs(graph, plan.ends, Trace(None))
         for graph, stage in zip(graphs, plan.stages, strict=True):
             stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
             legal.check(graph, stage, self.rules)
         return Opened(plan, graphs, self.options)
 
-    def captured(self, told: Callable[[str], None]) -> Captured:
-        """The model that the plan is for, every block traced; raises what `open` does."""
+    def captured(self, progress: Callable[[str], None]) -> Captured:
+        """Captures the plan's model, tracing every block; raises the errors of `open`."""
         spec = self.spec
         module, inputs = load(spec.source, batch=spec.batch, seq=spec.seq, layers=spec.layers)
         count = self.plan.microbatches if self.plan.is_pipeline else None
-        trace = Stages(None, told)
+        trace = Stages(None, progress)
         captured = capture_call(Call(module, (), inputs), self.options, trace, count)
         self.plan.check(captured.graph, self.plan.mesh)
         return captured
 
-    def _microbatch_graph(self, told: Callable[[str], None]) -> Graph:
-        """The model on one microbatch; of a deep one of known batch a few blocks are traced."""
+    def _microbatch_graph(self, progress: Callable[[str], None]) -> Graph:
+        """Captures the model for one microbatch; of a deep model, traces only a few blocks."""
         spec, count = self.spec, self.plan.microbatches
         if spec.batch is None:
-            return self.captured(told).graph
+            return self.captured(progress).graph
         if spec.batch % count:
             raise PlanMismatchError(
                 f"a batch of {spec.batch} does not divide into the plan's microbatches",
-                why=f"there are {count} of them",
-                todo="leave out --batch, or plan for this batch",
+                why=f"the plan has {count} microbatches",
+                todo="omit --batch, or plan for this batch",
             )
         part = replace(spec, batch=spec.batch // count)
-        return remove_shares(capture_model(part, self.options, Stages(None, told)))
+        return remove_shares(capture_model(part, self.options, Stages(None, progress)))
 
     def _source(self) -> str:
-        """The model that the plan names, if it is data: a name of the zoo or a configuration."""
+        """Returns the plan's model if it is data: a name of the zoo or a configuration."""
         source = self.plan.model.source
         if is_data(source):
             return source
         raise PlanError(
-            "the plan does not say by itself which model it is for",
+            "the plan's model must be named on the command line",
             where=str(self.path),
-            why=f"it names {source!r}, and a plan is data: nothing that it names is run"
+            why=f"the plan names {source!r}, and code that a plan names is not run"
             if source
-            else "it has no entry [model]",
-            todo=f"say it: --model {source or 'file.py:function'}",
+            else "the plan has no entry [model]",
+            todo=f"pass --model {source or 'file.py:function'}",
         )
 
 
@@ -159,9 +162,9 @@ class Stage:
     """One stage of a plan.
 
     Attributes:
-        plan, graph: its own.
+        plan, graph: of this stage.
         whole: the mesh of all stages.
-        repeated: in a pipeline, how often it runs in a step, and beside how many equal ones.
+        repeated: for a pipeline, how often the stage runs in a step; None otherwise.
     """
 
     plan: StagePlan
@@ -172,12 +175,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Opened:
-    """A plan whose layouts are known to be possible.
+    """A plan whose layouts have been checked.
 
     Attributes:
         plan: the plan.
-        graphs: of its stages.
-        options: its own, with the rules and prices of the command line.
+        graphs: the prepared graphs of its stages.
+        options: the plan's own options, with the command line's rules and prices.
     """
 
     plan: Plan
@@ -186,15 +189,18 @@ class Opened:
 
     @cached_property
     def step(self) -> Simulated:
-        """A simulated step of a pipeline."""
+        """The simulated step of a pipeline."""
         return simulated(self.graphs, self.plan, self.options)
 
     def stage(self, number: int = 0) -> Stage:
-        """One of its stages."""
+        """Returns one of its stages."""
         plan, repeated = self.plan, None
         if plan.is_pipeline:
             groups = len({start for stage in plan.stages for start in stage.starts})
             schedule = schedule_of(plan.schedule, groups, plan.microbatches)
             beside = held_beside(schedule, number)
-            repeated = Repeated(plan.microbatches, in_flight(schedule, number), beside)
+            late = plan.stages[number].late_loss
+            repeated = Repeated(
+                plan.microbatches, in_flight(schedule, number), beside, late_loss=late
+            )
         return Stage(plan.stages[number], self.graphs[number], plan.mesh, repeated)

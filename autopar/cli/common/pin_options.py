@@ -1,4 +1,4 @@
-"""What the options of `autopar plan` fix beforehand."""
+"""The options of `autopar plan` that pin layouts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PLANS: dict[str, Callable[..., pins.Word]] = {
 MANY = ("data_parallel", "fsdp")  # take any number of axes
 
 
-def fixed_beforehand(command: Command) -> Command:
-    """The options --pin, --pins, --layout and --from."""
+def pin_options(command: Command) -> Command:
+    """Adds the options --pin, --pins, --layout and --from."""
     for option in (
         click.option(
             "--from",
             "source",
             type=click.Path(path_type=Path),
             metavar="PLAN",
-            help="Keep the pins of a plan file, as they are or edited.",
+            help="Keep the pins of this plan file, which you may have edited.",
         ),
         click.option(
             "--layout",
@@ -47,38 +47,44 @@ def fixed_beforehand(command: Command) -> Command:
             "plans",
             metavar="PLAN[:AXES]",
             multiple=True,
-            help=f"A plan of the literature, along axes: {', '.join(PLANS)}. Repeatable.",
+            help=f"Apply a published plan along axes: {', '.join(PLANS)}. Repeatable.",
         ),
         click.option(
             "--pin",
             "texts",
             metavar="NAME=LAYOUT",
             multiple=True,
-            help='Fix a layout: "transformer.h.*.mlp.c_fc.weight=[768, 3072@gpu]". Repeatable.',
+            help='Pin a layout: "transformer.h.*.mlp.c_fc.weight=[768, 3072@gpu]". Repeatable.',
         ),
     ):
         command = option(command)
     return command
 
 
-def words(
+def read_pins(
     texts: tuple[str, ...], plans: tuple[str, ...], layouts: tuple[str, ...], source: Path | None
 ) -> list[Mapping[str, str] | pins.Word]:
-    """What those options say, as `pins=` takes it.
+    """Returns the pins of these options, as `pins=` of `autopar.compile` takes them.
+
+    Args:
+        texts: values of --pin.
+        plans: values of --pins.
+        layouts: values of --layout.
+        source: the plan file of --from.
 
     Raises:
-        PinError: one of them cannot be read.
-        PlanError: the plan file is none, or has no pins.
+        PinError: one of them cannot be parsed.
+        PlanError: the file is not a plan, or has no pins.
     """
-    found: list[Mapping[str, str] | pins.Word] = [_kept(source)] if source else []
-    found += [_plan(text) for text in plans]
+    result: list[Mapping[str, str] | pins.Word] = [_kept(source)] if source else []
+    result += [_plan(text) for text in plans]
     if layouts:
-        found.append(layout(dict(_pair(text, '--layout "heads=gpu"') for text in layouts)))
-    return [*found, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
+        result.append(layout(dict(_pair(text, '--layout "heads=gpu"') for text in layouts)))
+    return [*result, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
 
 
 def _plan(text: str) -> pins.Word:
-    """A plan by its name and axes, "megatron:gpu"."""
+    """Parses a published plan and its axes, "megatron:gpu"."""
     name, _, given = text.partition(":")
     axes = [axis.strip() for axis in given.split(",") if axis.strip()]
     if name not in PLANS or (len(axes) != 1 and name not in MANY):
@@ -98,13 +104,13 @@ def _pair(text: str, form: str) -> tuple[str, str]:
 
 
 def _kept(source: Path) -> dict[str, str]:
-    """The pins of a plan file."""
-    found = Plan.load(source).stage.pins
-    if not found:
+    """Returns the pins of a plan file."""
+    kept = Plan.load(source).stage.pins
+    if not kept:
         raise PlanError(
             "the plan has no pins to keep",
             where=str(source),
-            why="it has no table [pins]; its layouts are those that the planner chose",
+            why="it has no table [pins]; the planner chose all its layouts",
             todo='add the table with lines such as "lm_head.weight" = "[50257@gpu, 768]"',
         )
-    return found
+    return kept

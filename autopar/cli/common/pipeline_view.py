@@ -23,14 +23,14 @@ from autopar.planning.pipelines.simulated import Simulated
 
 
 def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:
-    """Print the pipeline, and write its trace where one is asked for."""
+    """Prints the pipeline, and writes its trace if `trace_json` names a file."""
     if trace_json is not None:
         FILE.write(trace_json, to_trace(opened))
     print_json(to_json(opened)) if as_json else print_out(*render(opened))
 
 
 def render(opened: Opened) -> list[RenderableType]:
-    """The step, the stages, what each group of devices does when, and its memory."""
+    """Renders the step, the stages, the schedule in time, and the memory of each rank group."""
     plan, step = opened.plan, opened.step
     head = (
         f"{plan.graph.partition(' ')[0]} on {plan.mesh}\n"
@@ -51,7 +51,7 @@ def render(opened: Opened) -> list[RenderableType]:
 
 
 def _stages(opened: Opened) -> Table:
-    """A row for each stage."""
+    """Renders a table with a row for each stage."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     heads = ("stage", "ranks", "mesh", "modules", "forward", "backward", "once", "receives")
     for name in heads:
@@ -70,14 +70,14 @@ def _stages(opened: Opened) -> Table:
 
 
 def _modules(graph: Graph) -> str:
-    """The first and the last module of a stage."""
-    found = [node.source.module for node in graph.nodes if not node.is_leaf and node.source.module]
-    names = list(dict.fromkeys(found))
+    """Names the first and the last module of a stage."""
+    used = [node.source.module for node in graph.nodes if not node.is_leaf and node.source.module]
+    names = list(dict.fromkeys(used))
     return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "-"
 
 
 def _picture(step: Simulated) -> Text:
-    """The schedule in time, a line for each group of ranks."""
+    """Draws the schedule in time, a line for each group of ranks."""
     console = Console()
     labels = [f"ranks {_span(ranks)}" for ranks in step.ranks]
     width = max(map(len, labels)) + 1
@@ -89,7 +89,7 @@ def _picture(step: Simulated) -> Text:
 
 
 def _memory(opened: Opened) -> Table:
-    """Bytes and idle time of each group of ranks."""
+    """Renders a table of the memory and idle time of each group of ranks."""
     step, timeline = opened.step, opened.step.timeline
     limit = device(opened.plan.mesh).memory
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -112,7 +112,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def to_json(opened: Opened) -> dict[str, Any]:
-    """What `render` shows, for scripts."""
+    """Returns the content of `render` as a dictionary for JSON."""
     plan, step = opened.plan, opened.step
     return {
         "simulated": True,
@@ -140,7 +140,7 @@ def to_json(opened: Opened) -> dict[str, Any]:
 
 
 def to_trace(opened: Opened) -> str:
-    """The simulated step in Chrome's trace format, in the form of a measured one."""
+    """Returns the simulated step as a Chrome trace, in the form of a measured one."""
     step = opened.step
     place = {
         (number, copy): stage.starts[copy]

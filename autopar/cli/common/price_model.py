@@ -1,4 +1,4 @@
-"""The prices under which commands look at a plan: those it was made under, or closed forms."""
+"""The prices that commands use for a plan: its calibration, or closed forms."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ CALIBRATION = click.option(
     "--calibration",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The prices that the plan was made under, if `autopar calibrate` measured them.",
+    help="The calibration that priced the plan, a file that `autopar calibrate` wrote.",
 )
 
 
 def prices(
     plan: StagePlan, file: Path | None, whole: Mesh | None = None, *, must: bool = False
 ) -> AnalyticModel | MeasuredModel:
-    """Measured prices where there is a calibration, else closed forms.
+    """Returns measured prices if there is a calibration, else closed forms.
 
-    Where these are not the plan's own, a person is told, or with `must` refused.
+    Warns, or raises with `must`, if these are not the prices that the plan was made with.
 
     Args:
-        plan: of a model in one piece, or of a stage.
-        file: the calibration.
-        whole: of a stage the mesh of the pipeline, which the calibration is of.
-        must: whether these must be the plan's own.
+        plan: the plan of a stage.
+        file: the calibration; None for closed forms.
+        whole: the mesh of the whole pipeline, which was calibrated; None for the plan's own mesh.
+        must: whether to refuse prices other than the plan's own.
+
+    Returns:
+        A cost model, which predicts seconds.
 
     Raises:
-        CalibrationError: the file cannot be read or is of another device or mesh; with `must`, it
-            is not the calibration that the plan was made under.
+        CalibrationError: the file cannot be read or is for another device or mesh; with `must`,
+            the plan was made with another calibration.
     """
     if file is None:
         if plan.calibration:
-            missing = f"the plan was made under the calibration {plan.calibration}"
-            _differ(missing, "it is not given, and closed forms are other prices", must)
+            missing = f"the plan was made with the calibration {plan.calibration}"
+            _differ(missing, "no calibration is given, and closed forms differ from it", must)
         model = AnalyticModel(plan.mesh, in_step=True)
         model.chosen = plan.collectives
         return model
     known = Calibration.load(file)
-    made = MeasuredModel(plan.mesh, known, whole)
-    made.chosen = plan.collectives
+    measured = MeasuredModel(plan.mesh, known, whole)
+    measured.chosen = plan.collectives
     own = plan.calibration or "closed forms"
     if known.fingerprint != plan.calibration:
-        what = f"the plan was made under {own}"
+        what = f"the plan was made with {own}"
         _differ(what, f"{file} is the calibration {known.fingerprint} of {known.date}", must)
-    return made
+    return measured
 
 
 def _differ(what: str, why: str, must: bool) -> None:
     if must:
-        raise CalibrationError(what, why=why, todo="give its own: --calibration FILE")
+        raise CalibrationError(what, why=why, todo="pass the plan's own: --calibration FILE")
     say(f"{what}; {why}", fg="yellow", err=True)

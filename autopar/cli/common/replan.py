@@ -1,4 +1,4 @@
-"""A plan under question: it is made again under more pins, and the two compared."""
+"""Plans a model again under additional pins and compares the result with a given plan."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from autopar.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class Case:
-    """A plan under question.
+    """The plan in question.
 
     Attributes:
-        plan: with the figures that its layouts have under today's prices.
-        graph: what it is for.
-        edited: whether the plan's own figures are others.
-        rules: by operator.
+        plan: the plan, with the figures of its layouts under current prices.
+        graph: its prepared graph.
+        edited: whether these figures differ from those in the file.
+        rules: sharding rules by operator.
         limit: memory of a device in bytes.
-        tracer: is told how far planning is.
+        tracer: reports the progress of planning.
         calibration: a file of measured prices.
         whole: the mesh of all stages.
-        repeated: of a pipeline's stage, how often it runs in a step.
+        repeated: for a stage of a pipeline, how often it runs in a step.
     """
 
     plan: StagePlan
@@ -59,46 +59,53 @@ class Case:
     repeated: Repeated | None
 
     def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[StagePlan, float]:
-        """The best plan under the plan's own pins and more, and the seconds it took.
+        """Plans the model under the plan's own pins and additional ones.
+
+        Args:
+            pins: the additional pins.
+            limit: memory of a device in bytes, in place of the case's.
+
+        Returns:
+            The best plan, and the seconds that planning took.
 
         Raises:
-            PinError: the pins leave nothing.
-            InfeasibleError: what they leave does not fit.
+            PinError: no layouts satisfy the pins.
+            InfeasibleError: no plan under the pins fits in memory.
         """
         began = time.perf_counter()
-        said = joined([self.plan.pins, pins])
+        all_pins = joined([self.plan.pins, pins])
         memory = self.limit if limit is None else limit
         options = Options.like(
-            self.plan, memory=memory, pins=said, table=self.rules, calibration=self.calibration,
-            whole=self.whole,
+            self.plan, memory=memory, pins=all_pins, table=self.rules,
+            calibration=self.calibration, whole=self.whole,
         )  # fmt: skip
-        made = make_plan(self.graph, self.plan.mesh, options, self.tracer, self.repeated)
-        return made, time.perf_counter() - began
+        plan = make_plan(self.graph, self.plan.mesh, options, self.tracer, self.repeated)
+        return plan, time.perf_counter() - began
 
     def pins(self, node: str) -> dict[str, str]:
-        """The plan's own pins on a decision."""
+        """Returns the plan's own pins on a decision."""
         names = Pins(self.graph, {}).names[node]
         return {key: text for key, text in self.plan.pins.items() if _names(key, names)}
 
     def compared(self, other: StagePlan, nodes: Collection[str]) -> Difference:
-        """How another plan for the same model differs beside some nodes; pins do not count."""
+        """Returns the difference to another plan, without its pins and its changes at `nodes`."""
         price = prices(self.plan, self.calibration, self.whole, must=True).collective
-        alike = replace(other, pins=self.plan.pins)
-        found = difference(self.plan, alike, (self.graph, self.graph), (price, price))
-        others = tuple(change for change in found.changes if not {*change.nodes} & {*nodes})
-        return replace(found, changes=others)
+        same_pins = replace(other, pins=self.plan.pins)
+        full = difference(self.plan, same_pins, (self.graph, self.graph), (price, price))
+        others = tuple(change for change in full.changes if not {*change.nodes} & {*nodes})
+        return replace(full, changes=others)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Another choice: its layouts, the plan with it, or why there is none.
+    """An alternative to a decision, or the reason why there is none.
 
     Attributes:
-        layouts: of the decision in question, as a pin writes them; "" if there is no other.
-        difference: from the plan in question, beside that decision; None if there is no such plan.
-        seconds: that it took to solve.
-        missing: why it cannot be, or does not fit.
-        excess: bytes that it needs beyond the limit.
+        layouts: the alternative's layouts, as a pin writes them; "" if there is none.
+        difference: from the plan in question, apart from that decision; None if there is no plan.
+        seconds: solving time.
+        missing: why there is no plan, or why it does not fit; "" if it fits.
+        excess: bytes by which it exceeds the limit.
     """
 
     layouts: str
@@ -108,7 +115,7 @@ class Answer:
     excess: float = 0.0
 
     def figure(self, name: str) -> tuple[float, float]:
-        """A predicted figure, and how much more it is than the plan's."""
+        """Returns a predicted figure, and its change from the plan in question."""
         for figure in self.difference.figures if self.difference else ():
             if figure.name == name:
                 return figure.after or 0.0, figure.change
@@ -116,17 +123,17 @@ class Answer:
 
 
 def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any) -> Case:
-    """The plan with its model; of a pipeline the stage in question.
+    """Opens a plan and captures its model; for a pipeline, the stage that contains `name`.
 
     Args:
         file: the plan.
-        name: what is asked about, which says which stage if nothing else does.
-        stage: is told what is done.
+        name: the name in question.
+        stage: reports progress.
         given: the options of the command line.
 
     Raises:
         AutoparError: see `PlanFile.open`.
-        PinError: the name is in several stages or in none.
+        PinError: the name occurs in several stages or in none.
     """
     known, number = table(own_rules(given["rule_files"])), given["number"]
     sizes = ModelSpec("", given["batch"], given["seq"], given["layers"])
@@ -147,52 +154,52 @@ def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any)
 
 
 def _stage_of(opened: Opened, name: str) -> int:
-    """The one stage in which a name means something."""
+    """Returns the number of the only stage in which a name occurs; raises PinError if ambiguous."""
     if len(opened.graphs) == 1:
         return 0
-    found, missing = list[int](), list[PinError]()
+    matches, missing = list[int](), list[PinError]()
     for number, graph in enumerate(opened.graphs):
         try:
             named(graph, name)
-            found.append(number)
+            matches.append(number)
         except PinError as error:
             missing.append(error)
-    if not found:  # of several hints one that knows a name like it
+    if not matches:  # prefer an error that suggests a name
         raise max(missing, key=lambda error: error.todo.startswith("did you mean"))
-    if len(found) > 1:
+    if len(matches) > 1:
         raise PinError(
-            f"{name!r} is in {len(found)} stages",
-            why=f"it is in the stages {', '.join(map(str, found))}",
-            todo="say which one: --stage N",
+            f"{name!r} is in {len(matches)} stages",
+            why=f"it is in stages {', '.join(map(str, matches))}",
+            todo="choose one: --stage N",
         )
-    return found[0]
+    return matches[0]
 
 
 def named(graph: Graph, name: str) -> list[str]:
-    """The decisions that a name, a pattern or a line "model.py:41" means, in order.
+    """Returns the nodes whose decisions a name, a pattern or a line "model.py:41" matches.
 
     Raises:
-        PinError: there is none; tells of names that are alike.
+        PinError: it matches none; suggests similar names.
     """
     names = Pins(graph, {}).names
-    found = {node.name for node in graph.folded if _names(name, names[node.name])}
-    # A parameter is chosen with its share.
-    leaves = {node for node in found if graph[node].op == "param" and graph.users[node]}
-    found = found - leaves | {graph.template[graph.users[leaf][0]] for leaf in leaves}
-    if not found:
+    matches = {node.name for node in graph.folded if _names(name, names[node.name])}
+    # A parameter's decision belongs to its share.
+    leaves = {node for node in matches if graph[node].op == "param" and graph.users[node]}
+    matches = matches - leaves | {graph.template[graph.users[leaf][0]] for leaf in leaves}
+    if not matches:
         line = re.fullmatch(r"(?:.*/)?([^/]+\.\w+:\d+)", name)
         here = [n for n in graph.folded if line is not None and _place(n) == line[1]]
-        # Views and shares compute nothing, and follow what the line does.
-        found = {n.name for n in here if n.alias is None} or {n.name for n in here}
-    if found:
-        return [node.name for node in graph.folded if node.name in found]
+        # Views and shares compute nothing; take them only if the line has no other operator.
+        matches = {n.name for n in here if n.alias is None} or {n.name for n in here}
+    if matches:
+        return [node.name for node in graph.folded if node.name in matches]
     known = {n for own in names.values() for n in own if not n.startswith("%")}
     known |= {_place(node) for node in graph.nodes} - {""}
     near = difflib.get_close_matches(name.lstrip("%"), sorted(known), n=5, cutoff=0.5)
     raise PinError(
-        f"{name!r} names nothing in {graph.name}",
-        why="a name is that of a parameter, an input, a module or a node, or a line of the source",
-        todo=f"did you mean {', '.join(near)}?" if near else "take a name from `autopar explain`",
+        f"nothing in {graph.name} is called {name!r}",
+        why="a name is a parameter, an input, a module, a node, or a line of the source",
+        todo=f"did you mean {', '.join(near)}?" if near else "see `autopar explain` for names",
     )
 
 
@@ -201,67 +208,85 @@ def _names(key: str, names: Collection[str]) -> bool:
 
 
 def _place(node: Node) -> str:
-    """The user's line, "model.py:41"; "" for leaves and where it is not known."""
+    """Returns the user's line, "model.py:41"; "" for leaves and if it is unknown."""
     source = node.source
     return f"{Path(source.file).name}:{source.line}" if source.file and not node.is_leaf else ""
 
 
 def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
-    """The best plans that split it otherwise, best first, each otherwise than those before it."""
+    """Yields the best plans with other layouts for a decision, each different, the best first."""
     excluded = [without_sums(decision.layout)]
     for _ in range(count):
         pin = {f"%{decision.node}": "; ".join(f"not {layout}" for layout in excluded)}
         try:
-            made, seconds = case.again(pin)
+            plan, seconds = case.again(pin)
         except PinError as error:
             own = ", ".join(f"{key!r} = {text!r}" for key, text in case.pins(decision.node).items())
-            why = f"the plan's own pins say so: {own}" if own else error.why
-            yield Answer("", None, 0.0, f"There is no other choice: {why}")
+            why = f"the plan's own pins fix it: {own}" if own else error.why
+            yield Answer("", None, 0.0, f"There is no other layout: {why}")
             return
         except InfeasibleError as error:
-            yield Answer("", None, 0.0, f"No other choice fits: {error.what}: {error.why}")
+            yield Answer("", None, 0.0, f"No other layout fits: {error.what}: {error.why}")
             return
-        layouts = decisions(made, case.graph)[decision.node].layout
-        yield Answer(layouts, case.compared(made, [decision.node]), seconds)
+        layouts = decisions(plan, case.graph)[decision.node].layout
+        yield Answer(layouts, case.compared(plan, [decision.node]), seconds)
         excluded.append(without_sums(layouts))
 
 
 def without_sums(layouts: str) -> str:
-    """The layout that a pin speaks of, of several results the first, whatever its gradient owes.
+    """Returns the layout of the first result without the partial sums of its gradient.
 
-    Where the sum of a gradient stands is often open: at a parameter or behind a transpose of it.
+    A gradient can often be summed in several places, such as at a parameter or at its transpose;
+    these are not alternatives.
     """
     return layouts.partition(";")[0].partition(" -sum(")[0]
 
 
 def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Answer:
-    """The best plan under more pins; where it does not fit, the best that memory would allow.
+    """Returns the best plan under additional pins, without a memory limit if none fits.
+
+    Args:
+        case: the plan in question.
+        nodes: the decisions that are pinned.
+        pins: the additional pins.
 
     Raises:
-        PinError: the pins cannot be kept; names what contradicts them.
+        PinError: the pins cannot be satisfied; names the contradiction.
     """
     missing, excess = "", 0.0
     try:
-        made, seconds = case.again(pins)
+        plan, seconds = case.again(pins)
     except InfeasibleError as error:
-        made, seconds = case.again(pins, math.inf)
-        excess = max(made.predicted.peak_bytes - case.limit, 0.0)
+        plan, seconds = case.again(pins, math.inf)
+        excess = max(plan.predicted.peak_bytes - case.limit, 0.0)
         missing = f"{error.what}: {error.why}" if error.why else error.what
-    new = decisions(made, case.graph)
+    new = decisions(plan, case.graph)
     layouts = "; ".join(dict.fromkeys(new[node].layout for node in nodes))
-    return Answer(layouts, case.compared(made, nodes), seconds, missing, excess)
+    return Answer(layouts, case.compared(plan, nodes), seconds, missing, excess)
 
 
 def pinned(case: Case, name: str, layout: str) -> tuple[list[str], str]:
-    """The decisions that a pin is on, and its key; a line must have one value of that shape."""
-    found = named(case.graph, name)
+    """Resolves a name to the decisions that a pin fixes.
+
+    Args:
+        case: the plan in question.
+        name: a name, a pattern, or a line with exactly one value of the layout's shape.
+        layout: the pin's layout.
+
+    Returns:
+        The nodes of the decisions, and the key of the pin.
+
+    Raises:
+        PinError: nothing has that name, or a line has no or several values of that shape.
+    """
+    matches = named(case.graph, name)
     shape = Pin.parse(layout.partition(";")[0]).shape
     names = Pins(case.graph, {}).names
-    if any(_names(name, names[node]) for node in found):
-        return found, name
-    fitting = [node for node in found if case.graph[node].type.shape == shape]
+    if any(_names(name, names[node]) for node in matches):
+        return matches, name
+    fitting = [node for node in matches if case.graph[node].type.shape == shape]
     if len(fitting) != 1:
-        shapes = ", ".join(f"%{node} {list(case.graph[node].type.shape)}" for node in found)
+        shapes = ", ".join(f"%{node} {list(case.graph[node].type.shape)}" for node in matches)
         raise PinError(
             f"{name} has {len(fitting) or 'no'} values of shape {list(shape)}",
             why=f"its values are {shapes}",

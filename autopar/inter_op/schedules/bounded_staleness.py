@@ -7,9 +7,10 @@ begin to add up the gradients of a step at its end, and wait for those of s step
     W(t+1) = W(t) - lr sum over replicas of grad f(W(t-s))
 
 In the paper a worker sees its own updates at once, and others' when they arrive; here all replicas
-make the same update at the same step, so that they stay equal and a run can be repeated. What this
-hides is the sum of the gradients, which goes on beside s steps. Replicas are not yet free of one
-another: a program adds up its loss over them in every forward, and they meet there.
+make the same update at the same step, so that they stay equal and a run can be repeated. The sums
+go on beside s steps. Nothing else is awaited: each replica keeps its part of the loss, which is
+added up with the report of the step and read s steps later. So a replica can be up to s steps
+ahead.
 """
 
 from __future__ import annotations

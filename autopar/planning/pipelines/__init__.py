@@ -1,1 +1,1 @@
-"""Planning of pipelines: stages, sub-meshes, microbatches and schedule, chosen together."""
+"""Plans pipelines: searches for stages, sub-meshes, microbatches and schedule together."""

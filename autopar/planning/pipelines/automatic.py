@@ -1,4 +1,4 @@
-"""The fastest pipeline: stages, sub-meshes, microbatches and schedule, chosen together."""
+"""Finds the fastest pipeline for a global batch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
+from autopar.ir.update import State
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
@@ -36,24 +37,24 @@ class Effort(TypedDict):
     shapes: int
 
 
-FEWEST = 4  # microbatches that are worth a pipeline
-# Devices for which the search takes longer than a process takes to start.
+FEWEST = 4  # least number of microbatches in a pipeline
+# Number of devices from which a search takes longer than starting processes.
 MANY = 64
-# How long is looked, see `search`. On many devices bounds are far below all pipelines: no proof is
-# looked for.
+# Effort of a search; see `search`. On many devices, bounds are too loose to prove anything, so the
+# search does not try.
 THOROUGH: Effort = {"most_calls": 80, "patience": 24, "gap": 0.003, "shapes": 3}
 QUICK: Effort = {"most_calls": 80, "patience": 0, "gap": 0.003, "shapes": 1}
-_TRACED = (2, 4)  # samples of a microbatch
+_TRACED = (2, 4)  # batch sizes from which larger ones are extrapolated
 
 
 @dataclass(frozen=True)
 class AnySize:
-    """A model on a batch of any size, with any number of layers.
+    """A model that can be captured on a batch of any size, with any number of layers.
 
     Attributes:
-        graph: samples, and layers in place of the model's own or None -> the prepared graph.
-        layers: how many the model has, where `graph` takes other numbers of them; None where not.
-        scales: whether larger batches follow from two small ones, with no further trace.
+        graph: (samples, number of layers or None for the model's own) -> the prepared graph.
+        layers: the model's number of layers; None if `graph` cannot take another.
+        scales: whether the graph of a larger batch follows from those of two small ones.
     """
 
     graph: Callable[[int, int | None], Graph]
@@ -62,11 +63,11 @@ class AnySize:
 
 
 class OnMicrobatches:
-    """Number of microbatches of a batch -> the model on one of them; of a deep one a few blocks.
+    """Maps a number of microbatches to the model on one of them; of a deep model, to a few blocks.
 
     Args:
-        model: on a batch of any size.
-        batch: samples of a step.
+        model: captures the model on a batch of any size.
+        batch: samples in a step.
         mesh: the devices.
         options: of planning.
     """
@@ -78,7 +79,7 @@ class OnMicrobatches:
         self.traced: dict[int, Graph] = {}
 
     def __call__(self, microbatches: int) -> Layered:
-        """The layers, on one microbatch."""
+        """Returns the layers of the model on one microbatch."""
         samples = self.batch // microbatches
         prepared = self._graph(samples)
         graph = remove_shares(prepared)
@@ -86,13 +87,13 @@ class OnMicrobatches:
         return Layered(graph, find_layers(prepared, seconds), self.more, samples)
 
     def whole(self, microbatches: int) -> Graph:
-        """All layers on one microbatch, normalised, without shares and repeats."""
+        """Returns all layers on one microbatch, normalised, without shares and repeats."""
         samples = self.batch // microbatches
         graph = self._graph(samples)
         if self.more:
             try:
                 graph = deepen(self.model.graph(samples, LEAST - 1), graph, self.more)
-            except GraphError:  # its blocks differ
+            except GraphError:  # the blocks differ
                 graph = self.model.graph(samples, LEAST + self.more)
         return remove_shares(graph)
 
@@ -102,7 +103,7 @@ class OnMicrobatches:
                 few, many = (self._trace(size) for size in _TRACED)
                 return rebatch(few, many, _TRACED, samples)
             except GraphError:
-                pass  # something else depends on the batch
+                pass  # the graph depends on the batch in another way
         return self._trace(samples)
 
     def _trace(self, samples: int) -> Graph:
@@ -119,15 +120,18 @@ def plan_pipeline(
     trace: Trace,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Searched, Plan]:
-    """The fastest pipeline for a global batch, with what else was looked at.
+    """Returns the fastest pipeline for a global batch.
 
     Args:
-        model: on a batch of any size.
-        batch: samples of a step.
+        model: captures the model on a batch of any size.
+        batch: samples in a step.
         mesh: the devices.
         options: of planning.
-        trace: keeps what is planned.
-        progress: is told what is done.
+        trace: writes intermediate values.
+        progress: reports the progress of the search.
+
+    Returns:
+        The result of the search, with its runners-up, and the plan of the fastest pipeline.
 
     Raises:
         InfeasibleError: no pipeline fits into memory.
@@ -146,15 +150,18 @@ def find_pipeline(
     progress: Callable[[str], None],
     workers: Workers | None = None,
 ) -> Searched:
-    """What the search finds within so many bytes a device; raises as `plan_pipeline`."""
+    """Searches for the fastest pipeline within `memory` bytes of a device.
+
+    Raises the errors of `plan_pipeline`.
+    """
     batch, mesh = model.batch, model.mesh
     counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
 
-    def told(step: Progress) -> None:
+    def report(step: Progress) -> None:
         known = f"best {format_seconds(step.seconds)}" if step.seconds < 1e300 else "none"
         progress(f"{step.doing}: {step.calls} stages priced, {known}")
 
-    def found(options: Options, schedules: Sequence[str]) -> Searched:
+    def searched(options: Options, schedules: Sequence[str]) -> Searched:
         return search(
             model,
             mesh,
@@ -164,18 +171,20 @@ def find_pipeline(
             schedules=schedules,
             **(THOROUGH if mesh.size < MANY else QUICK),
             scaling=True,
-            progress=told,
+            progress=report,
             workers=workers,
         )
 
     exact, options = candidates(), model.options
-    best = found(options, exact)
+    best = searched(options, exact)
     for name in [one for one in candidates(options.allow) if one not in exact]:
-        # It keeps another copy of its weights, which is priced as one of what the optimizer has.
-        made = schedule_of(name, 2, 8)
-        more = options.state_bytes + max(further_copies(made, n) for n in range(made.stages))
+        # Older weights are priced like optimizer state of the same size.
+        rows = schedule_of(name, 2, 8)
+        update, copies = options.update, max(further_copies(rows, n) for n in range(rows.stages))
+        for number in range(copies):
+            update = update.with_state(State(f"older_weights_{number + 1}"))
         try:
-            other = found(replace(with_state(options, made), state_bytes=more), (name,))
+            other = searched(replace(with_state(options, rows), update=update), (name,))
         except InfeasibleError:
             continue
         best = min(best, other, key=lambda one: one.seconds)
@@ -183,7 +192,7 @@ def find_pipeline(
 
 
 def _sizes(batch: int) -> list[int]:
-    """Powers of two that divide a batch, samples of a microbatch."""
+    """Returns the powers of two that divide a batch, as sizes of a microbatch."""
     sizes = [1]
     while batch % (2 * sizes[-1]) == 0 and 2 * sizes[-1] <= batch:
         sizes.append(2 * sizes[-1])

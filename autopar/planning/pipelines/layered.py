@@ -1,4 +1,4 @@
-"""A model in layers, of which runs of equal ones stand a few times."""
+"""A model as a sequence of layers, with a short graph that repeats equal layers a few times."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from autopar.inter_op.layers import Layers
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import cut
 
-BLOCKS = 2  # of a run of equal ones are planned
-Signature = tuple[tuple[Hashable, int], ...]  # kinds of the layers, with how many of each follow
+BLOCKS = 2  # layers of a run of equal ones that are planned
+Signature = tuple[tuple[Hashable, int], ...]  # (kind of layer, length of its run)
 
 
 @dataclass(frozen=True)
 class Layered:
-    """A model on one microbatch, as a graph that holds a run of equal layers a few times.
+    """A model on one microbatch, whose graph contains each run of equal layers a few times.
 
     Attributes:
         graph: normalised, without shares and repeats.
         layers: of the graph.
-        more: how many equal layers the whole model has besides, in each run of them.
-        samples: of the microbatch, 0 where that is not known.
+        more: number of equal layers that each run of the whole model has in addition.
+        samples: of the microbatch, 0 if unknown.
     """
 
     graph: Graph
@@ -42,10 +42,13 @@ class Layered:
         )
 
     def part(self, signature: Signature) -> Graph:
-        """The graph of layers of these kinds; of a run that is longer here a few layers.
+        """Returns the graph of a range of layers; of a long run it contains only a few layers.
+
+        Args:
+            signature: kinds of the layers with the lengths of their runs.
 
         Raises:
-            StageError: they compute nothing that is needed later.
+            StageError: the layers compute nothing that is needed later.
         """
         have, names = runs(self.layers.kinds), [kind for kind, _ in signature]
         at = next(
@@ -56,12 +59,12 @@ class Layered:
         starts = np.cumsum([0, *(count for _, count in have)]).tolist()
         last = at + len(names) - 1
         start, stop = starts[at], starts[last] + min(signature[-1][1], have[last][1], BLOCKS)
-        if len(names) > 1:  # of the first run its last layers, behind which the next one stands
+        if len(names) > 1:  # take the last layers of the first run, next to the second run
             start = starts[at + 1] - min(signature[0][1], have[at][1], BLOCKS)
         cuts = [place for place in (start, stop) if 0 < place < len(self.layers)]
         return cut(self.graph, [self.layers.ends[place - 1] for place in cuts])[1 if start else 0]
 
 
 def runs(kinds: Sequence[Hashable]) -> Signature:
-    """Kinds with how many equal ones stand side by side."""
+    """Groups neighbouring equal kinds: [a, a, b] -> ((a, 2), (b, 1))."""
     return tuple((kind, len(list(same))) for kind, same in groupby(kinds))

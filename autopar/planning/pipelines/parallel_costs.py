@@ -1,4 +1,4 @@
-"""Stage costs that several processes work out at once."""
+"""Prices stages in several processes at once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from autopar.planning.pipelines.variants import front
 from autopar.planning.workers import NOT_PICKLED, Workers
 
 
-class Together:
-    """`stage_cost` of a search that says ahead what it will ask for.
+class ParallelCosts:
+    """The `stage_cost` of a search that announces which stages it will need.
 
     Ranges of the same kinds of layers on the same logical mesh are always priced by the same
-    process, which remembers their problem and good choices; so what is found does not depend on how
-    many processes there are.
+    process, which remembers their problem and good choices. So the result does not depend on the
+    number of processes.
 
     Args:
-        make: what prices stages, but for the model. If it cannot be pickled, this process does
-            everything.
+        make: makes the object that prices stages, given the model. If it cannot be pickled, this
+            process does all the work.
         layered: number of microbatches -> the model on one of them.
         workers: the processes.
     """
@@ -47,15 +47,15 @@ class Together:
     def __call__(
         self, first: int, last: int, submesh: SubMesh, microbatches: int
     ) -> tuple[Candidate, ...]:
-        """Ways to run layers `first` to `last`, see `StageCosts`."""
+        """Returns the candidates for layers `first` to `last`; see `StageCosts`."""
         cell = first, last, submesh, microbatches
         self.ahead([cell])
         return self._known[cell]
 
     def ahead(self, cells: Sequence[Cell]) -> None:
-        """Work out what will be asked for."""
+        """Prices stages that the search will need."""
         rows: list[list[Callable[[], list[Candidate]]]] = [[] for _ in range(len(self.workers))]
-        asked: list[tuple[Cell, int]] = []
+        requested: list[tuple[Cell, int]] = []
         for cell in cells:
             if cell in self._known:
                 continue
@@ -68,12 +68,12 @@ class Together:
                 if place:
                     on = partial(_elsewhere, self._make, model, first, last, mesh, microbatches)
                 rows[place].append(on)
-                asked.append((cell, place))
+                requested.append((cell, place))
         answers = [iter(row) for row in self.workers.run(rows)]
-        found: dict[Cell, list[Candidate]] = {}
-        for cell, place in asked:
-            found.setdefault(cell, []).extend(next(answers[place]))
-        self._known |= {cell: front(ways, cell[-1]) for cell, ways in found.items()}
+        candidates: dict[Cell, list[Candidate]] = {}
+        for cell, place in requested:
+            candidates.setdefault(cell, []).extend(next(answers[place]))
+        self._known |= {cell: front(ways, cell[-1]) for cell, ways in candidates.items()}
 
     def _placed(
         self,
@@ -84,7 +84,7 @@ class Together:
         microbatches: int,
         rows: Sequence[Sequence[object]],
     ) -> int:
-        """Which process prices this: the one that did so before, else that with the least to do."""
+        """Returns the process for a problem: the one that had it before, else the least busy."""
         kinds = tuple((kind, count > 1) for kind, count in runs(model.kinds[first : last + 1]))
         key = kinds, mesh, microbatches
         if key not in self._place:
@@ -96,17 +96,17 @@ class Together:
 def _elsewhere(
     make: bytes, model: Layered, first: int, last: int, mesh: Mesh, microbatches: int
 ) -> list[Candidate]:
-    """What `StageCosts.on` says, in a process that may not know the model yet."""
-    costs = _made(make)
+    """Runs `StageCosts.on` in a process that may not have the model yet."""
+    costs = _costs(make)
     costs.know(microbatches, model)
     return costs.on(first, last, mesh, microbatches)
 
 
 @lru_cache(maxsize=1)
-def _made(make: bytes) -> StageCosts:
-    made: StageCosts = pickle.loads(make)(_not_asked)
-    return made
+def _costs(make: bytes) -> StageCosts:
+    costs: StageCosts = pickle.loads(make)(_not_sent)
+    return costs
 
 
-def _not_asked(microbatches: int) -> Layered:
+def _not_sent(microbatches: int) -> Layered:
     raise AssertionError(f"the model on one of {microbatches} microbatches was not sent along")

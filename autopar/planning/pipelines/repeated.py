@@ -1,8 +1,8 @@
-"""What a stage of a pipeline does in a step: the same on every microbatch, with others in flight.
+"""Turns the problem of one microbatch into that of a pipeline stage, which runs many.
 
-A problem is built for one forward and one backward of a microbatch. Here it becomes that of a
-stage: the other microbatches in flight keep what autograd keeps of them and the gathered copies of
-parameters, and what is reduced once a step has the last backward alone to hide behind.
+A problem is built for one forward and one backward of a microbatch. A stage has further
+microbatches in flight, whose saved activations and gathered parameters stay in memory, and what it
+reduces once in a step can overlap with the last backward only.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ Figures = dict[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Repeated:
-    """How often a stage runs in a step.
+    """How often a stage runs in a step, and what else its device holds.
 
     Attributes:
-        microbatches: in a step.
-        in_flight: of how many at a time the backward has not ended; a fraction where ranks hold
-            several stages.
-        beside: what all stages of a device keep, in units of what this one keeps. They compute in
-            turn, so that what one needs for a while the next one may have again.
-        further: copies of the weights that are held beside them: older versions, for the most part.
+        microbatches: number of microbatches in a step.
+        in_flight: peak number of microbatches whose backward has not ended; a fraction if ranks
+            hold several stages.
+        beside: memory of all stages of a device, in units of this one's. They run in turn, so they
+            share transient memory.
+        further: additional copies of the weights, mostly older versions.
+        late_loss: see `StagePlan`.
     """
 
     microbatches: int
     in_flight: float = 1.0
     beside: float = 1.0
     further: int = 0
+    late_loss: bool = False
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
-        """The problem of one microbatch in the midst of a step, given that of a step of one.
+        """Returns the problem of one of many microbatches, given that of a step of one.
 
         Args:
-            built: of a stage.
-            graph: of it, prepared.
-            mesh: of it.
+            built: the problem of a stage.
+            graph: its prepared graph.
+            mesh: its mesh.
         """
         whole, part = len(built.points), 1 / self.microbatches
         nodes = []
@@ -67,11 +69,11 @@ class Repeated:
         )
 
     def others(self, once: float, kept: float) -> float:
-        """Bytes of the other microbatches in flight and the other stages.
+        """Returns the bytes of the other microbatches in flight and of the other stages.
 
         Args:
-            once: that are held for one microbatch in flight.
-            kept: that each one keeps; what is sent is kept, though its maker does not hold it.
+            once: bytes that the planner counts for one microbatch in flight.
+            kept: bytes that each microbatch keeps, including values that are sent.
         """
         here = max(once, kept) + (self.in_flight - 1) * kept
         return (self.in_flight - 1) * kept + (self.beside - 1) * here
@@ -80,9 +82,9 @@ class Repeated:
 def copies(
     built: Built, graph: Graph, mesh: Mesh, name: str, options: tuple[Option, ...]
 ) -> tuple[float, ...]:
-    """Bytes that each choice of a node keeps for every microbatch in flight.
+    """Returns the bytes of each choice of a node that every microbatch in flight keeps.
 
-    Its part of the batch stays as well, and results until the backward begins with their gradients.
+    They include the stage's inputs, and its results until the backward begins with their gradients.
     """
     if graph[name].op == "input":
         return tuple(float(o.results[0].local_bytes(graph[name].type, mesh)) for o in options)
@@ -92,7 +94,7 @@ def copies(
             return kept
         sent = (option.results[0].local_bytes(graph[name].type, mesh) for option in options)
         return tuple(nbytes + more for nbytes, more in zip(kept, sent, strict=True))
-    # A block that recomputes gathers its parameters again.
+    # A recomputed block gathers its parameters again and keeps none.
     leaf, count = graph[name].type, graph.multiplicity[name] - built.again.get(name, 0)
     return tuple(
         float(count * storage.kept.local_bytes(leaf, mesh))

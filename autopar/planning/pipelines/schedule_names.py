@@ -1,4 +1,4 @@
-"""Schedules as plans name them, "1f1b" or "interleaved_1f1b chunks=2", and what ranks keep."""
+"""Parses schedules as plans name them, "interleaved_1f1b chunks=2", and prices their memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from autopar.planning.options import Options
 
 
 def read_schedule(text: str) -> tuple[str, dict[str, int]]:
-    """Name and options of "interleaved_1f1b chunks=2".
+    """Parses "interleaved_1f1b chunks=2" into a name and options.
 
     Raises:
-        ScheduleError: an option that is no number.
+        ScheduleError: an option is malformed.
     """
-    name, *words = text.split() or [""]
+    name, *rest = text.split() or [""]
     options = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for option in rest:
+        key, equals, value = option.partition("=")
         if not equals or not value.isdigit():
             raise ScheduleError(
-                f"cannot read {word!r} of the schedule {text!r}",
-                why="behind the name of a schedule stand its options",
+                f"cannot read {option!r} of the schedule {text!r}",
+                why="options follow the name, each as key=number",
                 todo='write e.g. "interleaved_1f1b chunks=2"',
             )
         options[key] = int(value)
@@ -31,10 +31,10 @@ def read_schedule(text: str) -> tuple[str, dict[str, int]]:
 
 
 def schedule_of(text: str, groups: int, microbatches: int) -> Schedule:
-    """The schedule that a text names, for so many groups of devices.
+    """Returns the schedule that a text names, for a number of device groups.
 
     Raises:
-        ScheduleError: there is no such schedule, or none for these sizes and options.
+        ScheduleError: the schedule is unknown, or does not exist for these sizes and options.
     """
     name, options = read_schedule(text)
     try:
@@ -46,10 +46,10 @@ def schedule_of(text: str, groups: int, microbatches: int) -> Schedule:
 
 
 def groups_for(text: str, stages: int, microbatches: int) -> int:
-    """How many groups of devices a schedule deals so many stages out to.
+    """Returns the number of device groups over which a schedule distributes a number of stages.
 
     Raises:
-        ScheduleError: it takes no such number of stages; or as `schedule_of`.
+        ScheduleError: it cannot have that many stages, or as `schedule_of`.
     """
     refused: ScheduleError | None = None
     for groups in range(stages, 0, -1):
@@ -64,32 +64,32 @@ def groups_for(text: str, stages: int, microbatches: int) -> int:
         raise refused
     raise ScheduleError(
         f"the schedule {text!r} does not take {stages} stages",
-        why="each group of devices has the same number of stages in it",
+        why="each group of devices must hold the same number of stages",
         todo="change the number of stages, or the schedule's options",
     )
 
 
 def in_flight(schedule: Schedule, stage: int) -> float:
-    """Of how many microbatches a stage keeps activations at most, on average over those of its
-    rank.
-    """
+    """Returns the peak number of microbatches in flight, averaged over the stages of a rank."""
     ranks = {placed[stage] for placed in schedule.placement}
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
 
 
 def further_copies(schedule: Schedule, stage: int) -> int:
-    """How many tensors like its weights a stage holds beside them: older versions, gradients that
-    are under way, and where its backward is corrected their velocity and what they were before.
+    """Returns the number of weight-sized tensors that a stage holds besides its weights.
+
+    They are older versions, gradients under way, and for a corrected backward the velocity of the
+    weights and their previous value.
     """
     older = schedule.versions[stage] - 1 if schedule.versions else 0
     return older + schedule.pending + (2 if schedule.adjustment.decay else 0)
 
 
 def with_state(options: Options, schedule: Schedule) -> Options:
-    """Options whose parameters lie as a schedule needs them.
+    """Returns options whose storages of parameters suit a schedule.
 
-    Older versions of weights are held whole, and what corrects them is too; see
-    `runtime/pipeline/refusals.py`. What a user asks for stays, and is refused there.
+    Older versions of weights, and their correction, are held whole; see
+    `runtime/pipeline/refusals.py`. A state that the user chose is kept, and refused there.
     """
     if schedule.flushes or options.state is not None:
         return options
@@ -98,6 +98,6 @@ def with_state(options: Options, schedule: Schedule) -> Options:
 
 
 def held_beside(schedule: Schedule, stage: int) -> float:
-    """How many stages there are on the rank of a stage that has the most."""
+    """Returns the largest number of stages on any rank that holds this stage."""
     ranks = {placed[stage] for placed in schedule.placement}
     return float(max(len(schedule.holds[rank]) for rank in ranks))

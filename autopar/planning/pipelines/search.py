@@ -1,7 +1,7 @@
-"""The search for a pipeline: layers, sub-meshes, microbatches and schedule, chosen together.
+"""Searches for the fastest pipeline: layers, sub-meshes, microbatches and schedule together.
 
-`inter_op.partition` searches by the schedules' formulas; `stage_costs` answers it. The pipelines
-that come out best are then simulated action by action, and the fastest of these is taken.
+`inter_op.partition` searches by closed forms of the schedules, and `stage_costs` prices its stages.
+The best pipelines are then simulated action by action, and the fastest of these is taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered, runs
-from autopar.planning.pipelines.parallel_costs import Together
+from autopar.planning.pipelines.parallel_costs import ParallelCosts
 from autopar.planning.pipelines.schedule_names import read_schedule
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import Devices, plan_stages, weights
@@ -39,28 +39,28 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
-SIMULATED = 24  # of the best pipelines are played through
-_SURE = 8  # of these in any case
-INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
-# No operator is more efficient on less work; what is priced so may still differ by rounding.
+SIMULATED = 24  # pipelines to simulate at most
+_SURE = 8  # pipelines to simulate in any case
+INEXACT = 0.03  # largest fraction by which a simulation is faster than its closed form
+# No operator is more efficient on less work; the margin allows for rounding.
 _OPTIMISM = 0.98
-# Part of the memory that stages are not priced for: their simulated steps may need as much more.
+# Fraction of memory that pricing leaves free for what only the simulation counts.
 _SPARE = 0.02
-_FIGURES = 20  # in so many parts of one it is said how much a rank keeps
-# Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
+_FIGURES = 20  # a rank's memory is rounded up to 1/20 of a stage's
+# All schedules but GPipe keep about as much on a rank as one microbatch keeps of all layers.
 _HELD = 2.0
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        pipeline: the fastest by simulation.
-        seconds: of its step, simulated.
+        pipeline: the fastest pipeline by simulation.
+        seconds: simulated seconds of its step.
         timeline: of its actions.
-        others: pipelines with their simulated seconds, the fastest first.
-        found: the search by formulas.
+        others: the other simulated pipelines with their seconds, the fastest first.
+        found: the result of the search by closed forms.
     """
 
     pipeline: Pipeline
@@ -87,23 +87,24 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
 ) -> Searched:
-    """The fastest pipeline of a model on a cluster.
+    """Returns the fastest pipeline of a model on a cluster.
 
     Args:
         layered: number of microbatches -> the model on one of them.
         mesh: the cluster.
-        microbatches: numbers of them to choose from.
+        microbatches: numbers of microbatches to choose from.
         options: of planning.
         memory: bytes of a device.
-        schedules: names with options, to choose from; () for all candidates, see
+        schedules: names with options to choose from; () for all candidates, see
             `inter_op/schedules/`.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
-        shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
-        workers: processes that price stages; `options` can be sent there. None: this one alone.
+        shapes: number of logical shapes of a sub-mesh to try in any case; see `StageCosts`.
+        workers: processes that price stages, to which `options` can be sent; None for this one
+            only.
 
     Raises:
         InfeasibleError: nothing fits into memory.
-        ScheduleError: there is no such schedule.
+        ScheduleError: a schedule is unknown.
         MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
     """
     schedules = schedules or candidates()
@@ -118,7 +119,7 @@ def search(
         StageCosts, mesh=mesh, options=options, memory=room, most=most,
         shapes=shapes, held=held, kept=_kept(laws, [n for n in ranks if n <= len(kinds)]),
     )  # fmt: skip
-    together = Together(make, layered, workers or Workers(0))
+    together = ParallelCosts(make, layered, workers or Workers(0))
     costs = together.costs
     costs.know(fewest, layers)
     transfer = Borders(layers, mesh, options).between(fewest)
@@ -130,7 +131,7 @@ def search(
                 total[at] += number * figure
         seconds, fixed, each = (figure / part.size for figure in total)
         share = fewest / count
-        kept = each * share if options.recompute == "none" else 0.0  # what enters blocks is little
+        kept = each * share if options.recompute == "none" else 0.0  # recomputed blocks keep little
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
     try:
@@ -155,7 +156,7 @@ def search(
             probes=_usual(parts, microbatches, layers.samples * fewest),
         )
     except InfeasibleError as error:
-        error.why += f"; of {format_bytes(memory)} a part, {_SPARE:.0%}, is spared"
+        error.why += f"; {_SPARE:.0%} of {format_bytes(memory)} is kept free"
         raise
     played: list[tuple[float, Pipeline, Timeline]] = []
     for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
@@ -178,14 +179,14 @@ def plan_of(
     trace: Trace,
     workers: Workers | None = None,
 ) -> Plan:
-    """The plan of what a search found: each stage planned once more, as it will run.
+    """Returns the plan of a search's result: each stage is planned again as it will run.
 
     Args:
-        searched: the search.
+        searched: the result of the search.
         graph: the whole model on one microbatch, normalised.
         mesh: the cluster.
         options: as of the search.
-        trace: keeps what is planned.
+        trace: writes intermediate values.
         workers: processes that plan stages.
 
     Raises:
@@ -202,7 +203,7 @@ def plan_of(
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
     cuts = [ends[last] for last in lasts[:-1]]
-    made = partial(
+    planned = partial(
         plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule,
         options=options, trace=trace, workers=workers,
     )  # fmt: skip
@@ -214,33 +215,35 @@ def plan_of(
     if options.recompute == "auto":
         recompute, beside = [row[1] for row in chunks], [row[2] for row in chunks]
         try:
-            return made(recompute=recompute, beside=beside)
+            return planned(recompute=recompute, beside=beside)
         except InfeasibleError:
-            pass  # its simulated step needs more than it is priced at
-    return made()
+            pass  # the simulated step needs more than its price
+    return planned()
 
 
 def _beside(stage: Stage) -> list[float]:
-    """What a rank keeps, in units of what each of its chunks keeps; few different figures."""
-    ways = [chunk.candidate for chunk in stage.chunks]
-    kept = [way.kept(stage.in_flight) for way in ways]
+    """Returns a rank's memory in units of what each of its chunks keeps, rounded up."""
+    candidates = [chunk.candidate for chunk in stage.chunks]
+    kept = [candidate.kept(stage.in_flight) for candidate in candidates]
     return [math.ceil(_FIGURES * sum(kept) / own) / _FIGURES for own in kept]
 
 
 def _usual_label(stage: Stage) -> str:
-    """The logical mesh of most chunks of a rank; all of them are planned on it."""
+    """Returns the logical mesh of most chunks of a rank, on which all of them are planned."""
     labels = [chunk.candidate.label for chunk in stage.chunks]
     return max(dict.fromkeys(labels), key=labels.count)
 
 
 def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
-    """The pipeline's actions in time, under its stages' costs and transfers, and seconds of a step.
+    """Simulates a pipeline's actions under the costs of its stages and transfers.
 
-    Of a schedule that does not flush a step is a period of the steady state.
+    Returns:
+        The timeline, and the seconds of a step; of a schedule without flushes, those of a period in
+        the steady state.
     """
     name, own = read_schedule(pipeline.schedule)
     count = pipeline.microbatches
-    made = schedule(name, len(pipeline.stages), count, **own)
+    rows = schedule(name, len(pipeline.stages), count, **own)
     places = sorted(
         (chunk.first, at, number)
         for at, stage in enumerate(pipeline.stages)
@@ -263,19 +266,19 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
         transfer(behind.first, before_part, behind_part, count) / 2
         for (_, before_part), (behind, behind_part) in pairwise(order)
     ]
-    timeline = simulate(made, stage_costs, hops)
-    if made.flushes:
+    timeline = simulate(rows, stage_costs, hops)
+    if rows.flushes:
         return timeline, timeline.seconds
-    return timeline, steady(made, complete(made), stage_costs, hops)[0]
+    return timeline, steady(rows, complete(rows), stage_costs, hops)[0]
 
 
 class Borders:
-    """Seconds that one microbatch's values take over a border, and their gradients back.
+    """Seconds that one microbatch's values, and their gradients, take across a border of stages.
 
     Args:
         layered: the model on one microbatch.
         mesh: the cluster.
-        options: whose prices hold.
+        options: give the prices.
     """
 
     def __init__(self, layered: Layered, mesh: Mesh, options: Options) -> None:
@@ -284,7 +287,7 @@ class Borders:
         self.nbytes = cache(self._nbytes)
 
     def between(self, microbatches: int) -> Transfer:
-        """Transfers in any number of microbatches, `layered` being on one of so many."""
+        """Returns transfers for any number of microbatches, given the number of `layered`."""
         kinds = self.layered.kinds
 
         def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
@@ -294,13 +297,13 @@ class Borders:
         return transfer
 
     def _nbytes(self, pair: tuple[Hashable, Hashable]) -> tuple[float, float]:
-        """Bytes of the values that cross between two kinds of layers, and of their gradients."""
+        """Returns the bytes of values and of gradients that cross between two kinds of layers."""
         layers = self.layered.layers
         at = [*pairwise(layers.kinds)].index(pair)  # type: ignore[arg-type]
         return layers.forward[at], layers.backward[at]
 
     def seconds(self, pair: tuple[Hashable, Hashable], before: SubMesh, behind: SubMesh) -> float:
-        """Every element crosses once, spread over the devices of the smaller side."""
+        """Prices a border: every element crosses once, over all devices of the smaller side."""
         inside = before.size + behind.size <= self.cluster.devices
         axis = self.mesh.names[-1 if inside else 0]
         lanes = min(before.size, behind.size)
@@ -312,24 +315,25 @@ class Borders:
 
 
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    """What `StageCosts` is told of even pipelines of so many ranks: what the first one keeps, and
-    of several chunks the last one.
+    """Returns the microbatches in flight of even pipelines, as `StageCosts` takes them.
+
+    They are those of the first rank, and with several chunks also of the last.
     """
-    found: dict[tuple[int, int, int], set[int]] = {}
+    levels: dict[tuple[int, int, int], set[int]] = {}
     for one, ranks in product(laws, sizes):
         count = 2 * ranks  # more microbatches change nothing
         if one.fits(ranks, count):
             key = ranks, ranks * one.chunks // one.copies, one.chunks
             ends = (ranks,) if one.chunks == 1 else (1, ranks)
             kept = {math.ceil(one.in_flight(rank, ranks, count)) for rank in ends}
-            found[key] = found.get(key, set()) | kept
-    return {key: tuple(sorted(kept)) for key, kept in found.items()}
+            levels[key] = levels.get(key, set()) | kept
+    return {key: tuple(sorted(kept)) for key, kept in levels.items()}
 
 
 def _usual(
     parts: Sequence[SubMesh], microbatches: Sequence[int], batch: int
 ) -> list[tuple[SubMesh, int]]:
-    """Sub-meshes, not the whole cluster, on which each sample has four devices of one host."""
+    """Returns sub-meshes, other than the whole cluster, that have four devices for each sample."""
     return [
         (part, count)
         for part in parts
@@ -339,5 +343,5 @@ def _usual(
 
 
 def _power(number: int) -> int:
-    """The largest power of two up to a number, 256 at most."""
+    """Returns the largest power of two up to a number, at most 256."""
     return min(1 << (number.bit_length() - 1), 256)

@@ -1,9 +1,9 @@
-"""A pipeline's plan in time: every stage is simulated, and the schedule played with these figures.
+"""Simulates a pipeline's plan: first every stage, then the schedule with the stages' figures.
 
-A stage's forward and backward of one microbatch are those of its simulated step; where a schedule
-splits the backward, both halves count alike. What comes with an update (gradients next to
-parameters, the optimizer) takes its time where the rows have it: behind the last microbatch, where
-the schedule flushes. Values go from stage to stage by `ir/crossing.py`.
+A stage's forward and backward of one microbatch come from the simulation of its step; if a schedule
+splits the backward, each half counts the same. What belongs to an update (gradient synchronisation,
+the optimizer) takes its time where the rows have it: after the last microbatch, if the schedule
+flushes. Values go from stage to stage by `ir/crossing.py`.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ Priced = AnalyticModel | MeasuredModel
 
 @dataclass(frozen=True)
 class StageFigures:
-    """A stage on its devices.
+    """The figures of a stage on its devices.
 
     Attributes:
         forward, backward: seconds of one microbatch.
-        once: seconds of gradients and the update, once for every update.
-        fixed: bytes a device of parameters, gradients and optimizer state.
-        weights: of these, bytes of the parameters that are trained, as they are held.
-        kept: bytes that a microbatch leaves until its backward.
-        transient: further bytes, while it computes.
-        arriving: seconds of what one microbatch is sent from earlier stages.
-        returning: seconds of its gradients on their way back.
+        once: seconds of gradient synchronisation and the optimizer, for each update.
+        fixed: bytes of parameters, gradients and optimizer state on a device.
+        weights: bytes of these that are stored trained parameters.
+        kept: bytes that a microbatch keeps until its backward.
+        transient: additional bytes while a microbatch computes.
+        arriving: seconds of receiving one microbatch's values from earlier stages.
+        returning: seconds of sending their gradients back.
     """
 
     forward: float
@@ -67,17 +67,18 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step of a pipeline; nothing here is measured.
+    """The simulated step of a pipeline.
 
     Attributes:
         stages: in execution order.
-        timeline: the actions of each group of ranks; where the schedule does not flush, of a few
-            periods from the first microbatch on.
+        timeline: the actions of each group of ranks; without flushes, of a few periods from the
+            first microbatch on.
         seconds: of the whole step, or of a period in the steady state.
-        bubble: the part of it that ranks are idle, the update that ends a step left out.
+        bubble: fraction of that time in which ranks are idle, apart from the update that ends a
+            step.
         ranks: the global ranks of each group.
         held: the stages of each group.
-        memory: bytes at the peak on a device of each group.
+        memory: peak bytes on a device of each group.
     """
 
     stages: tuple[StageFigures, ...]
@@ -90,16 +91,16 @@ class Simulated:
 
 
 def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulated:
-    """A step of a pipeline in time.
+    """Simulates a step of a pipeline.
 
     Args:
-        graphs: of the stages, as `stage_graphs` gives them.
+        graphs: of the stages, from `stage_graphs`.
         plan: the pipeline's.
-        options: whose rules the plans follow, and whose prices hold.
+        options: give rules and prices.
 
     Raises:
         ScheduleError: the plan's schedule does not exist for its sizes.
-        PlanError: the plan's stages do not stand where the schedule wants them.
+        PlanError: the plan has another number of stages than its schedule.
         UnknownDeviceError, CostError: a mesh cannot be priced.
     """
     groups = sorted({(start, s.mesh.size) for s in plan.stages for start in s.starts})
@@ -107,7 +108,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     if schedule.stages != len(plan.stages):
         raise PlanError(
             f"the plan has {len(plan.stages)} stages",
-            why=f"the schedule {plan.schedule!r} deals out {schedule.stages}",
+            why=f"the schedule {plan.schedule!r} has {schedule.stages}",
             todo="correct the schedule, or plan again",
         )
     options = replace(options, whole=plan.mesh)
@@ -115,7 +116,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     known: dict[tuple[str, Mesh, tuple[object, ...]], StageFigures] = {}
     figures = []
     for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
-        # Stages that differ in names only take the same.
+        # Stages that differ in names only have the same figures.
         key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
@@ -144,28 +145,28 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
 
 
 def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
-    """What a plan promises: seconds of a step, the part of it that ranks are idle, and peak bytes.
+    """Returns a plan's prediction: seconds of a step, bubble fraction, and peak bytes.
 
     Arguments and errors are those of `simulated`.
     """
-    found = simulated(graphs, plan, options)
-    return Prediction(found.seconds, max(found.memory), found.bubble)
+    step = simulated(graphs, plan, options)
+    return Prediction(step.seconds, max(step.memory), step.bubble)
 
 
 def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
-    """What one stage takes, from a simulation of its step on one microbatch under some prices."""
+    """Simulates one stage on one microbatch under some prices."""
     chip = device(plan.mesh)
-    settings = replace(settings_on(plan.mesh.device, options.state_bytes), overlap=frozenset())
-    done = tasks(graph, plan, works(graph, plan, options.table), model, settings)
-    found = run(done, model, chip.slowdown)
+    settings = replace(settings_on(plan.mesh.device), overlap=frozenset())
+    step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
+    timeline = run(step, model, chip.slowdown)
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
-    for span in found.spans:
+    for span in timeline.spans:
         task = span.task
         seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
-    left = after_forward(done)
+    left = after_forward(step)
     trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    overlapped = "gradient" in settings_on(plan.mesh.device, options.state_bytes).overlap
+    overlapped = "gradient" in settings_on(plan.mesh.device).overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
     return StageFigures(
@@ -175,36 +176,36 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         fixed,
         sum(left.get(f"parameter {name}", 0.0) for name in trained),
         kept,
-        max(found.memory.peak - fixed - kept, 0.0),
+        max(timeline.memory.peak - fixed - kept, 0.0),
     )
 
 
 def _crossings(
     graphs: Sequence[Graph], plan: Plan, reader: int, prices: Callable[[Mesh], Priced]
 ) -> tuple[float, float]:
-    """Seconds of what a stage is sent for one microbatch, and of the gradients that it sends."""
+    """Returns the seconds of receiving a microbatch's values and of returning their gradients."""
     there = back = 0.0
     target = plan.stages[reader]
     for leaf in graphs[reader].leaves("received"):
-        maker = next(n for n in range(reader) if leaf.target in dict(graphs[n].outputs))
-        source = plan.stages[maker]
+        producer = next(n for n in range(reader) if leaf.target in dict(graphs[n].outputs))
+        source = plan.stages[producer]
         if source.starts == target.starts:
             continue
-        node = dict(graphs[maker].outputs)[leaf.target]
-        made = source.nodes[graphs[maker].template[node]].results[0][1]
+        node = dict(graphs[producer].outputs)[leaf.target]
+        produced = source.nodes[graphs[producer].template[node]].results[0][1]
         read = target.nodes[graphs[reader].template[leaf.name]].results[0][1]
         sides = (
-            Side(source.mesh, source.ranks(), made),
+            Side(source.mesh, source.ranks(), produced),
             Side(target.mesh, target.ranks(), read),
         )
         axis = _axis(plan, source, target)
-        ways = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
+        directions = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
         seconds = []
-        for one, other in ways:
-            way = crossing(leaf.type, one, other)
-            nbytes = way.busiest * DTYPE_BYTES[leaf.type.dtype]
+        for one, other in directions:
+            transfer = crossing(leaf.type, one, other)
+            nbytes = transfer.busiest * DTYPE_BYTES[leaf.type.dtype]
             sent = prices(plan.mesh).collective(Collective("send", (axis,), nbytes))
-            gathers = (step.forward for step in way.gathers if step.forward is not None)
+            gathers = (step.forward for step in transfer.gathers if step.forward is not None)
             seconds.append(sent + sum(map(prices(other.mesh).collective, gathers)))
         there += seconds[0]
         back += sum(seconds[1:])
@@ -212,6 +213,6 @@ def _crossings(
 
 
 def _axis(plan: Plan, source: StagePlan, target: StagePlan) -> str:
-    """The outermost axis of the whole mesh that lies between two stages."""
+    """Returns the outermost axis of the whole mesh along which two stages differ."""
     one, other = (plan.mesh.coordinate(stage.starts[0]) for stage in (source, target))
     return next(name for name in plan.mesh.names if one[name] != other[name])

@@ -1,16 +1,15 @@
-"""What a stage costs: the frontier of time against memory of a range of layers on a sub-mesh.
+"""Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
-A range is planned by the intra-op solver as a graph of its own. Of a run of equal blocks two are
-planned for all: a folded problem is linear in their number, so that longer ranges on the same
-sub-mesh are priced by scaling it, and take milliseconds.
+The intra-op solver plans a range as a graph of its own. Of a run of equal blocks only two are
+planned: a folded problem is linear in their number, so longer ranges on the same sub-mesh are
+priced by scaling it, which takes milliseconds.
 
-One microbatch's forward and backward count in full; what a step does once (gradients next to their
-parameters, the update) counts as one part in the number of microbatches. A plan's memory with f
-microbatches in flight is that of parameters, gradients and optimizer state and f times what
-autograd keeps. The problem is solved for one microbatch in flight, for the most that fit, and for
-numbers between where these differ (powers of two, and what schedules keep), which gives the
-frontier. Where not all of them can be had, blocks may compute their activations again, too: all of
-them, or as many as must.
+The forward and backward of one microbatch count in full; what a step does once (gradient
+synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
+in flight, a plan needs parameters, gradients, optimizer state and f times its saved activations.
+The problem is solved for one microbatch in flight, for the most that fit, and for numbers between
+if these two differ (powers of two, and the numbers that schedules keep), which gives the frontier.
+If not all of them fit, blocks may recompute their activations: all blocks, or as many as necessary.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
-from autopar.ir.tensor import TensorType
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.planning.kernel_savings import applicable
-from autopar.planning.offloading import told as offloaded
+from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
 from autopar.planning.pipelines.layered import Layered, Signature, runs
@@ -52,21 +50,28 @@ from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
 from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
 from autopar.planning.prices import cost_model
-from autopar.planning.recomputation import told
+from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
-_Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
-# Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
+_Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, recomputation
+# Accuracy of prices; the stages that are chosen in the end are planned again to the optimum.
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
-_NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
-_TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
+_NEAR = 1.5  # a choice may be reused for up to this factor less in flight
+_TRIES = 3  # limits to try if transient memory exceeds the limit
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Layers on a logical mesh, on one of so many microbatches; `graph` has a few of them."""
+    """A range of layers on a logical mesh, for one of a number of microbatches.
+
+    Attributes:
+        graph: contains only a few of the layers.
+        signature: kinds of the layers with the lengths of their runs.
+        mesh: the logical mesh.
+        microbatches: number of microbatches in a step.
+    """
 
     graph: Graph
     signature: Signature
@@ -79,7 +84,7 @@ class _Asked:
         return sum(count for _, count in self.signature)
 
     def key(self, recompute: str) -> _Key:
-        """Of its problem, which ranges of the same layers share."""
+        """Returns the key of its problem, which ranges of the same kinds of layers share."""
         return self._alike, self.mesh, self.microbatches, recompute
 
     @cached_property
@@ -88,19 +93,18 @@ class _Asked:
 
 
 class StageCosts:
-    """`stage_cost` of the search for stages, answered by the intra-op solver.
+    """The `stage_cost` of the search for stages, answered by the intra-op solver.
 
     Args:
-        layered: number of microbatches -> the model on one of them; asked for once each.
+        layered: number of microbatches -> the model on one of them; called once for each number.
         mesh: the cluster.
         options: of planning.
         memory: bytes of a device.
-        most: microbatches that are in flight at most.
-        shapes: how many logical shapes of a sub-mesh are tried in any case.
-        held: of a rank, its layers times its microbatches in flight, in units of all layers, at
-            most.
-        kept: (ranks, parts that the layers are cut into, chunks of a rank) -> what ranks of such an
-            even pipeline keep in flight under some schedule, ascending.
+        most: largest number of microbatches in flight.
+        shapes: number of logical shapes of a sub-mesh to try in any case.
+        held: limit on a rank's layers times its microbatches in flight, in units of all layers.
+        kept: (ranks, parts of the model, chunks of a rank) -> numbers of microbatches that ranks of
+            such an even pipeline keep in flight under some schedule, ascending.
     """
 
     def __init__(
@@ -122,49 +126,49 @@ class StageCosts:
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
         self._planned: dict[_Key, StageProblem] = {}
-        # Of each (layers, layers times microbatches in flight, choice).
+        # Key -> (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
-        self._updated: dict[tuple[Mesh, TensorType, bool, bool], dict[Storage | None, float]] = {}
+        self._updated: dict[tuple[object, ...], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
-        """The model on one microbatch."""
+        """Returns the model on one microbatch."""
         if microbatches not in self._models:
             self._models[microbatches] = self._layered(microbatches)
         return self._models[microbatches]
 
     def know(self, microbatches: int, model: Layered) -> None:
-        """Take the model on one microbatch as given, so that it is not asked for."""
+        """Stores the model on one microbatch, so that it is not captured again."""
         self._models.setdefault(microbatches, model)
 
     def __call__(
         self, first: int, last: int, submesh: SubMesh, microbatches: int
     ) -> tuple[Candidate, ...]:
-        """Ways to run layers `first` to `last`, none where they do not fit; see `Candidate`."""
+        """Returns the candidates for layers `first` to `last`, none if they do not fit."""
         meshes = self.meshes(submesh, microbatches)
-        found = [way for mesh in meshes for way in self.on(first, last, mesh, microbatches)]
-        return front(found, microbatches)
+        candidates = [one for mesh in meshes for one in self.on(first, last, mesh, microbatches)]
+        return front(candidates, microbatches)
 
     def on(self, first: int, last: int, mesh: Mesh, microbatches: int) -> list[Candidate]:
-        """Ways on one logical mesh; blocks compute again only where memory asks for it."""
+        """Returns the candidates on a logical mesh; blocks recompute only if memory requires it."""
         signature = runs(self.layered(microbatches).kinds[first : last + 1])
         if (graph := self._part(microbatches, signature)) is None:
             return []
         asked = _Asked(graph, signature, mesh, microbatches)
-        found = [way for share in self._shares(asked) for way in self._within(asked, share)]
-        return [*found, *self._free(asked)]
+        candidates = [one for share in self._shares(asked) for one in self._within(asked, share)]
+        return [*candidates, *self._free(asked)]
 
     def _free(self, asked: _Asked) -> list[Candidate]:
-        """The fastest way if memory had no limit: what fewer layers or more devices may come to."""
+        """Returns the fastest candidate without a memory limit: fewer layers may use it."""
         how = self.options.recompute.replace("auto", "none")
         return self._on(asked, how, Share(1, (1,)), math.inf)
 
     def _within(self, asked: _Asked, share: Share) -> list[Candidate]:
-        """The frontier within a share of a device."""
+        """Returns the frontier within a share of a device."""
         if self.options.recompute != "auto":
             return self._on(asked, self.options.recompute, share)
         found = self._on(asked, "none", share)
-        # What the first stage of 1F1B keeps: of all its layers one microbatch for each stage.
+        # The first stage of 1F1B keeps one microbatch for each stage of the pipeline.
         stages = math.ceil(len(self.layered(asked.microbatches).kinds) / asked.size)
         usual = share.in_flight[-1] if share.chunks > 1 else min(stages, share.in_flight[-1])
         if asked.graph.repeats and not any(share.fits(w, usual, self.memory) for w in found):
@@ -173,10 +177,10 @@ class StageCosts:
         return found
 
     def _shares(self, asked: _Asked) -> list[Share]:
-        """What parts of a device these layers may have, with how many microbatches in flight.
+        """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        Those of even pipelines of several chunks a rank, if these layers can be one of the chunks;
-        and a whole device.
+        They are those of even pipelines with several chunks per rank, if these layers can be one of
+        the chunks, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))
@@ -192,25 +196,27 @@ class StageCosts:
         return [Share(1, tuple(sorted(n for n in levels if n <= most))), *chunks]
 
     def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
-        """The logical meshes to try: so many as were asked for, and that on which each row of
-        devices takes one sample, if what is left of it lies in one host.
+        """Returns the logical meshes to try.
+
+        They are the first `shapes` of them, and the one on which each row of devices takes one
+        sample, if such a row lies within one host.
         """
         samples = self.layered(microbatches).samples
-        found = list(submesh.meshes[: self.shapes])
+        meshes = list(submesh.meshes[: self.shapes])
         rows = min(samples, submesh.size)
         wanted = (rows, submesh.size // rows) if rows else (0, 0)
         rest = wanted[1] if rows and submesh.size % rows == 0 else 0
         if 0 < rest <= submesh.devices:
             shape = tuple(size for size in wanted if size > 1) or (1,)
-            found += [m for m in submesh.meshes if m.shape == shape and m not in found][:1]
-        return found
+            meshes += [m for m in submesh.meshes if m.shape == shape and m not in meshes][:1]
+        return meshes
 
     def alone(self, kind: Hashable, microbatches: int) -> tuple[float, float, float]:
-        """One layer of a kind on one device.
+        """Prices one layer of a kind on one device.
 
         Returns:
-            seconds of forward and backward of one microbatch, bytes of parameters, gradients and
-            optimizer state, and bytes that it keeps.
+            Seconds of forward and backward of one microbatch; bytes of parameters, gradients and
+            optimizer state; bytes that a microbatch keeps.
         """
         key = (kind, microbatches)
         if key not in self._alone:
@@ -238,19 +244,19 @@ class StageCosts:
     def _on(
         self, asked: _Asked, recompute: str, share: Share, device: float | None = None
     ) -> list[Candidate]:
-        """The frontier of one way to compute again."""
+        """Returns the frontier under one kind of recomputation."""
         planned, ratios = self._problem(asked, recompute)
         key, microbatches, label = asked.key(recompute), asked.microbatches, str(asked.mesh)
         memory = self.memory if device is None else device
-        size = asked.size * share.chunks  # as if one plan had the device for itself
-        # What takes longer than that is slower than computing everything again.
+        size = asked.size * share.chunks  # scaled to a plan that has the device to itself
+        # A slower plan than this loses to recomputing everything.
         again = self.options.recompute == "auto" and recompute == "none" and asked.graph.repeats
         worth = 1 + AGAIN if again else math.inf
-        spare = 0.0  # what plans need for a while differs little
+        spare = 0.0  # transient memory, which differs little between plans
 
         def fastest(in_flight: int) -> Candidate | None:
             nonlocal spare
-            limited = memory < math.inf  # a choice that was made within memory is no free one
+            limited = memory < math.inf  # without a limit, choices within memory are not optimal
             near = self._near(key, size, in_flight) if limited else []
             ways = [planned.candidate(ratios, choice, microbatches, label) for choice in near]
             fits = [way for way in ways if share.fits(way, in_flight, memory)]
@@ -273,9 +279,9 @@ class StageCosts:
         return along(share, fastest, memory, worth)
 
     def _partly(self, asked: _Asked, share: Share) -> list[Candidate]:
-        """Ways that compute some blocks again, by choices that were best for none or all of them.
+        """Returns candidates that recompute some blocks, made of choices for none or all of them.
 
-        Of all ways for a number of microbatches in flight the fastest.
+        For each number of microbatches in flight, only the fastest is returned.
         """
         (none, ratios), (full, _) = (self._problem(asked, how) for how in ("none", "full"))
         if len(none.counts) != 1:
@@ -295,20 +301,20 @@ class StageCosts:
             )
             for row in sorted(set(rows))
         ]
-        found = []
+        candidates = []
         for kept in share.in_flight:
             ways = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, self.memory)]
             if ways:
-                found.append(min(ways, key=lambda way: way.seconds))
-        return found
+                candidates.append(min(ways, key=lambda way: way.seconds))
+        return candidates
 
     def _problem(self, asked: _Asked, recompute: str) -> tuple[StageProblem, list[float]]:
-        """The problem of a few layers, and how many times as long each of its runs is."""
+        """Returns the problem of a few layers, and the factor by which each run is longer."""
         key = asked.key(recompute)
         if key not in self._planned:
             self._planned[key] = self._plan(asked, recompute)
         planned = self._planned[key]
-        # A folded run may hold blocks of other layers besides, such as one next to an embedding.
+        # A folded run may contain blocks of other layers too, such as one next to an embedding.
         more = [max(count - layers.BLOCKS, 0) for _, count in asked.signature if count > 1]
         more = more if len(more) == len(planned.counts) else [0] * len(planned.counts)
         return planned, [
@@ -316,7 +322,7 @@ class StageCosts:
         ]
 
     def _solved(self, problem: Problem) -> tuple[int, ...] | None:
-        """The best choice within memory, None where nothing fits."""
+        """Returns the best choice within memory, None if nothing fits."""
         if sum(min(node.memory) for node in problem.nodes) > (problem.memory_limit or math.inf):
             return None
         try:
@@ -325,7 +331,7 @@ class StageCosts:
             return None
 
     def _near(self, key: _Key, size: int, in_flight: int) -> list[tuple[int, ...]]:
-        """Choices that were the best of somewhat longer ranges with as much in flight in all."""
+        """Returns choices that were best for longer ranges with about as much in flight."""
         return [
             choice
             for layers, held, choice in self._choices.get(key, [])
@@ -335,15 +341,15 @@ class StageCosts:
 
     def _plan(self, asked: _Asked, recompute: str) -> StageProblem:
         graph, mesh, microbatches = asked.graph, asked.mesh, asked.microbatches
-        offload = offloaded(graph, self.options.offload)
+        offload = parse_offload(graph, self.options.offload)
         fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
-            state_bytes=self.options.state_bytes,
+            update=self.options.update,
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
-            recompute=told(graph, recompute),
+            recompute=parse_recompute(graph, recompute),
             microbatches=microbatches,
             lies=lies,
             bucket=BUCKET,
@@ -368,10 +374,10 @@ class StageCosts:
         )
         updates = []
         for name, options in zip(built.names, built.options, strict=True):
-            node, found = graph[name], np.zeros(len(options))
+            node, seconds = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
-                found += self._updates(model, node, options, mesh, fused)
-            updates.append(graph.multiplicity[name] * found)
+                seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
+            updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(
             copies(built, graph, mesh, name, options)
@@ -382,13 +388,14 @@ class StageCosts:
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
-        """Seconds of the update of a parameter under each of its choices."""
-        known = self._updated.setdefault((mesh, node.type, node.requires_grad, fused), {None: 0.0})
+        """Returns the seconds of a parameter's update under each of its choices."""
+        rule = self.options.update.rule(node.target, node.type.shape)
+        key = (mesh, node.type, node.requires_grad, fused, rule)
+        known = self._updated.setdefault(key, {None: 0.0})
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision)
-                works = update_works([updated], self.options.state_bytes, fused)
-                known[storage] = sum(map(model.compute, works))
+                updated = updated_in(storage, node, mesh, self.options.precision, rule)
+                known[storage] = sum(map(model.compute, update_works([updated], fused)))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:

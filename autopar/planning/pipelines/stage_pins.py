@@ -1,9 +1,9 @@
-"""What a user says of a model, as pins of its stages.
+"""Translates the pins of a model into pins of its stages.
 
-Layouts by name mean in a stage what they mean in the model, and a stage keeps those that name
-something in it. A word (see `wordings.py`) looks at the model as a whole, where it finds
-streams and pairs of linears that a cut may part; what it answers is then told to each stage, for
-all equal blocks by their own names.
+A layout by name means the same in a stage as in the model, and a stage keeps the pins whose names
+it contains. A wording (see `wordings.py`) looks at the model as a whole, in which it finds streams
+and pairs of linears that a cut may separate. Its pins are then translated for each stage, and for
+all equal blocks, to the stage's own names.
 """
 
 from __future__ import annotations
@@ -22,80 +22,84 @@ from autopar.planning.options import Options
 def stage_pins(
     graph: Graph, parts: Sequence[Graph], meshes: Sequence[Mesh], options: Options
 ) -> list[dict[str, str]]:
-    """The pins of each stage.
+    """Returns the pins of each stage.
 
     Args:
         graph: the whole model, normalised, without shares and repeats.
         parts: its stages, prepared.
-        meshes: the mesh of each.
-        options: what was said, and the rules.
+        meshes: the mesh of each stage.
+        options: give the user's pins and the rules.
 
     Raises:
-        PinError: something names nothing in any stage, or a word does not apply to the model.
-        MeshError: a word names an axis that a stage's mesh does not have.
+        PinError: a pin names nothing in any stage, or a wording does not apply to the model.
+        MeshError: a wording names an axis that a stage's mesh does not have.
     """
-    plain, words = _said(options)
-    if not plain and not words:
+    plain, wordings = _split(options)
+    if not plain and not wordings:
         return [{} for _ in parts]
-    whole = prepare(graph, passes=FINDING) if words else graph
-    spoken: dict[Mesh, dict[str, str]] = {}
-    found = []
+    whole = prepare(graph, passes=FINDING) if wordings else graph
+    by_mesh: dict[Mesh, dict[str, str]] = {}
+    result = []
     for part, mesh in zip(parts, meshes, strict=True):
-        if mesh not in spoken:
-            spoken[mesh] = spell_out(words, whole, mesh, options.table, options.state is None)
-        told = _told(spoken[mesh], whole, part)
-        found.append(joined([naming(part, plain), told]))
-    missing = set(plain) - {key for pins in found for key in pins}
+        if mesh not in by_mesh:
+            by_mesh[mesh] = spell_out(wordings, whole, mesh, options.table, options.state is None)
+        translated = _translated(by_mesh[mesh], whole, part)
+        result.append(joined([naming(part, plain), translated]))
+    missing = set(plain) - {key for pins in result for key in pins}
     if missing:
         raise PinError(
             f"pins that name nothing: {', '.join(sorted(missing))}",
             why="a pin names a parameter, an input, a module or a node of some stage",
             todo="take names from model.named_parameters(), model.named_modules() or the plan",
         )
-    return found
+    return result
 
 
 def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
-    """The pins of one stage, whatever names nothing in it; arguments as of `stage_pins`."""
-    plain, words = _said(options)
-    whole = prepare(graph, passes=FINDING) if words else graph
-    said = spell_out(words, whole, mesh, options.table, options.state is None) if words else {}
-    told = _told(said, whole, part) if words else {}
-    return joined([naming(part, plain), told])
+    """Returns the pins of one stage, ignoring names that it does not contain.
+
+    Arguments are as for `stage_pins`.
+    """
+    plain, wordings = _split(options)
+    if not wordings:
+        return joined([naming(part, plain), {}])
+    whole = prepare(graph, passes=FINDING)
+    spelled = spell_out(wordings, whole, mesh, options.table, options.state is None)
+    return joined([naming(part, plain), _translated(spelled, whole, part)])
 
 
-def _said(options: Options) -> tuple[dict[str, str], list[Word]]:
-    """Layouts by name, and words."""
-    said = options.pins or ()
-    items = [said] if isinstance(said, Mapping) or callable(said) else list(said)
+def _split(options: Options) -> tuple[dict[str, str], list[Word]]:
+    """Separates the user's pins into layouts by name and wordings."""
+    pins = options.pins or ()
+    items = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
     plain = joined(item for item in items if isinstance(item, Mapping))
     return plain, [item for item in items if not isinstance(item, Mapping)]
 
 
-def _told(pins: Mapping[str, str], whole: Graph, part: Graph) -> dict[str, str]:
-    """A word's answer about the whole model in the names of one stage."""
+def _translated(pins: Mapping[str, str], whole: Graph, part: Graph) -> dict[str, str]:
+    """Translates pins of the whole model to the names of one stage."""
     targets: dict[str, list[str]] = {}
     for leaf in (*whole.leaves("param"), *whole.leaves("input")):
         targets.setdefault(leaf.target, []).append(leaf.name)
-    blocks: dict[str, list[str]] = {}  # node of the first block -> its counterparts, itself first
+    blocks: dict[str, list[str]] = {}  # node of the first block -> the same node in all blocks
     for name, first in whole.template.items():
         blocks.setdefault(first, []).append(name)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for key, text in pins.items():
         named = [key[1:]] if key.startswith("%") else targets.get(key, [])
         for name in named:
             for other in blocks.get(name, [name]):
                 own = _own(whole, other, part)
                 if own is not None:
-                    found[own] = text
-    return found
+                    result[own] = text
+    return result
 
 
 def _own(whole: Graph, name: str, part: Graph) -> str | None:
-    """The key of a node of the whole graph in a stage; None if it is not there to be pinned."""
+    """Returns the key in a stage of a node of the whole graph; None if it cannot be pinned."""
     node = whole[name]
     if node.op == "autopar.share":
-        # A stage has shares of its own, called otherwise.
+        # A stage has shares of its own, with other names.
         value = node.inputs[0]
         if whole[value].op != "param" or value not in part or not part.users[value]:
             return None
@@ -109,5 +113,5 @@ def _own(whole: Graph, name: str, part: Graph) -> str | None:
 
 
 def _template(part: Graph, name: str) -> str:
-    """Equal blocks of a stage are planned alike, as the first."""
+    """Returns the key of a node's template, whose layouts all equal blocks of a stage have."""
     return f"%{part.template[name]}"

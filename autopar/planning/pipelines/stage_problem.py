@@ -1,4 +1,4 @@
-"""The problem of a stage of a few blocks, and what it says of stages of many."""
+"""The problem of a stage of a few blocks, and its scaling to stages of many."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageProblem:
-    """A stage's problem of some layers, and which of its figures grow with the number of blocks.
+    """The problem of a stage of a few layers, with the nodes whose figures grow with the layers.
 
     Attributes:
         built: the problem.
-        grows: for each problem node the run whose blocks it stands for, or -1.
-        edges: the same of each edge.
-        counts: blocks of each run.
-        update: seconds of each choice for the optimizer, by problem node.
-        copies: bytes of each choice that every microbatch in flight keeps, by problem node.
-        recompute: what the blocks compute again, "none" or "full".
+        grows: for each node of the problem, the run whose blocks it represents, or -1.
+        edges: the same for each edge.
+        counts: number of blocks of each run.
+        update: seconds of the optimizer for each choice, by node.
+        copies: bytes that every microbatch in flight keeps for each choice, by node.
+        recompute: how blocks are recomputed, "none" or "full".
     """
 
     built: Built
@@ -39,16 +39,16 @@ class StageProblem:
     recompute: str
 
     def chosen_in(self, other: StageProblem, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """A choice in the terms of another problem of the stage, None if it leaves one out."""
+        """Translates a choice to another problem of the stage; None if that lacks an option."""
         if self.built.names != other.built.names:
             return None
-        found = []
+        translated = []
         rows = zip(self.built.options, other.built.options, choice, strict=True)
-        for mine, theirs, index in rows:
-            if mine[index] not in theirs:
+        for own, theirs, index in rows:
+            if own[index] not in theirs:
                 return None
-            found.append(theirs.index(mine[index]))
-        return tuple(found)
+            translated.append(theirs.index(own[index]))
+        return tuple(translated)
 
     def scaled(
         self,
@@ -56,7 +56,13 @@ class StageProblem:
         in_flight: int,
         memory: float,
     ) -> Problem:
-        """The problem of longer runs with so many microbatches in flight."""
+        """Returns the problem of longer runs with several microbatches in flight.
+
+        Args:
+            ratios: the factor by which each run is longer.
+            in_flight: number of microbatches in flight.
+            memory: bytes of a device.
+        """
         built = self.built
         nodes = []
         for node, kept, run in zip(built.problem.nodes, self.copies, self.grows, strict=True):
@@ -78,7 +84,7 @@ class StageProblem:
     def candidate(
         self, ratios: Sequence[float], choice: tuple[int, ...], microbatches: int, label: str
     ) -> Candidate:
-        """The figures of one choice, with each run `ratios` times as long."""
+        """Returns the seconds and bytes of a choice, with each run `ratios` times as long."""
         built = self.built
         whole = beside = reduced = gathered = backward = update = fixed = each = small = 0.0
         for at, (node, index, run) in enumerate(
@@ -93,7 +99,7 @@ class StageProblem:
                 gathered += ratio * built.once[node.name][index][1]
             update += ratio * float(self.update[at][index])
             kept = ratio * self.copies[at][index]
-            # A result that is sent is kept, though its maker does not keep it.
+            # A value that is sent is kept, even if its operator does not save it.
             alone = max(_at(built.sums, node.name, index), self.copies[at][index])
             small += alone
             fixed += ratio * alone - kept
@@ -102,12 +108,12 @@ class StageProblem:
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
         seconds = whole - (reduced + gathered) / microbatches
-        # Kernels take half as long forwards; what is computed again counts as backward, and
-        # communication is about the same in both directions.
+        # Kernels take half as long in the forward; recomputation counts as backward, and
+        # communication takes about as long in both directions.
         kernels = backward if self.recompute == "none" else 1.5 * backward
         after = min(kernels + (seconds - kernels - backward / 2) / 2, seconds)
-        # What a step does once: reductions beside the last backward, then the update.
-        inside = min(reduced, microbatches * beside)  # none where the backward waits
+        # Once in a step: reductions, which overlap with the last backward, then the update.
+        inside = min(reduced, microbatches * beside)  # 0 if the backward waits
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
         once += gathered + update
         peak = evaluate(built.problem, choice).peak

@@ -1,4 +1,4 @@
-"""Planning a pipeline: a graph is cut, and every stage is planned on its own part of the mesh."""
+"""Plans a pipeline with given cuts: every stage on its own part of the mesh."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 K = TypeVar("K")
-_SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
+_SLACK = 0.05  # fraction by which the slowest stage may be slower, to send fewer bytes
 
 
 @dataclass(frozen=True)
 class Devices:
-    """A part of a mesh, for one or more stages.
+    """A part of a mesh, which holds one or more stages.
 
     Attributes:
         mesh: its devices as a mesh of their own.
-        start: global rank of the first; the others follow it.
+        start: global rank of the first device; the others follow it.
     """
 
     mesh: Mesh
@@ -64,12 +64,12 @@ class Devices:
 
 
 def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
-    """A mesh in equal parts of neighbouring ranks, cut along its outer axes.
+    """Divides a mesh into equal parts of neighbouring ranks, along its outer axes.
 
-    Every part has all axes of the mesh, those that were cut through with fewer devices.
+    Every part has all axes of the mesh, and those that were divided have fewer devices.
 
     Raises:
-        MeshError: the outer axes do not divide into so many parts.
+        MeshError: the outer axes do not divide into `count` parts.
     """
     axes: list[Axis] = []
     left = count
@@ -78,8 +78,8 @@ def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
         if left % (axis.size // size):
             raise MeshError(
                 f"mesh {str(mesh)!r} does not divide into {count} equal parts",
-                why=f"its axis {axis.name} has {axis.size} devices, to be cut {left} ways",
-                todo="change the number of stages or the mesh, or give the parts yourself",
+                why=f"its axis {axis.name} of {axis.size} devices does not divide into {left}",
+                todo="change the number of stages or the mesh, or pass the parts yourself",
             )
         left //= axis.size // size
         axes.append(replace(axis, size=size))
@@ -106,75 +106,77 @@ def plan_stages(
     beside: Sequence[float] | None = None,
     workers: Workers | None = None,
 ) -> Plan:
-    """The plan of a pipeline whose cuts and devices are given.
+    """Plans a pipeline whose cuts and devices are given.
 
     Equal stages on equal meshes are planned once for each number of microbatches in flight that
-    makes a difference. What the plan predicts is simulated, see `planning.simulated`.
+    makes a difference. The plan's predictions are simulated; see `planning.pipelines.simulated`.
 
     Args:
         graph: the whole model on one microbatch, normalised, without shares and repeats.
         ends: the last node of every stage but the last.
         groups: the devices of each rank of the schedule.
         mesh: all devices.
-        microbatches: in a step.
+        microbatches: number of microbatches in a step.
         schedule: its name and options.
         options: for every stage.
-        trace: keeps what is planned.
-        recompute: of each stage, in place of what the options say.
-        beside: of each stage, see `Repeated`. None: the stages of a rank keep equally much.
-        workers: processes that plan stages, where no files are kept. None: this one alone.
+        trace: writes intermediate values.
+        recompute: of each stage, in place of the option.
+        beside: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
+        workers: processes that plan stages, if nothing is traced; None for this one only.
 
     Raises:
-        ScheduleError: the schedule is none, or does not fit the sizes.
-        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes or
-            write buffers.
+        ScheduleError: the schedule is unknown, or does not fit the sizes.
+        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes or write
+            buffers.
         InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
             see `make_plan`.
     """
-    made = schedule_of(schedule, len(groups), microbatches)
-    options = with_state(replace(options, whole=mesh), made)
-    if made.stages != len(ends) + 1:
+    rows = schedule_of(schedule, len(groups), microbatches)
+    options = with_state(replace(options, whole=mesh), rows)
+    if rows.stages != len(ends) + 1:
         raise StageError(
             f"{len(ends) + 1} stages for the schedule {schedule!r}",
-            why=f"on {len(groups)} groups of devices it has {made.stages}",
+            why=f"on {len(groups)} groups of devices it has {rows.stages}",
             todo="cut the model into as many stages",
         )
     parts = stage_graphs(graph, ends, trace)
-    held = [[groups[placed[number]] for placed in made.placement] for number in range(len(parts))]
+    held = [[groups[placed[number]] for placed in rows.placement] for number in range(len(parts))]
     for number, copies in enumerate(held):
         if any(sub.mesh != copies[0].mesh for sub in copies):
             raise StageError(
                 f"the copies of stage {number} have unequal meshes",
                 why=", ".join(str(sub.mesh) for sub in copies),
-                todo="give all groups of devices of such a schedule one mesh",
+                todo="use the same mesh for all groups of devices",
             )
         written = [parts[number][name].target for n in parts[number].nodes for name in writes(n)]
         if written and len(copies) > 1:
             raise StageError(
                 f"schedule {schedule!r} cannot run stage {number}",
                 where=written[0],
-                why="it has a copy of the stage on two groups of devices, each of which would "
+                why="it has copies of the stage on two groups of devices, each of which would "
                 "write that buffer from its own microbatches",
-                todo="take a schedule with one copy, such as 1f1b",
+                todo="use a schedule with one copy, such as 1f1b",
             )
     meshes = [copies[0].mesh for copies in held]
     pins = stage_pins(graph, parts, meshes, options)
     again = recompute or [options.recompute] * len(parts)
-    shared = beside or [held_beside(made, number) for number in range(len(parts))]
-    shares = [share + further_copies(made, number) for number, share in enumerate(shared)]
+    shared = beside or [held_beside(rows, number) for number in range(len(parts))]
+    shares = [share + further_copies(rows, number) for number, share in enumerate(shared)]
     alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
     for number, part in enumerate(parts):
-        # Pins are by name, and equal stages differ in names.
+        # Stages with pins are never equal, because pins are by name.
         pinned = str(number) if pins[number] else ""
         key = (alike(part), meshes[number], pinned, again[number], shares[number])
         alone.setdefault(key, []).append(number)
-    kept = {number: in_flight(made, number) for number in range(len(parts))}
-    silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
+    kept = {number: in_flight(rows, number) for number in range(len(parts))}
+    silent = Trace(None) if trace.folder is None else trace  # can be sent to another process
     workers = workers if workers and trace.folder is None else Workers(0)
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
-        repeated = Repeated(microbatches, most, shared[one], further_copies(made, one))
+        # Replicas that may be steps apart would meet where the loss is added up.
+        late = rows.pending > 0 and parts[one].loss is not None
+        repeated = Repeated(microbatches, most, shared[one], further_copies(rows, one), late)
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = _at_once(
@@ -188,11 +190,11 @@ def plan_stages(
     plans: dict[int, StagePlan] = {}
     for same in alone.values():
         one = same[0]
-        found = _by_in_flight(
+        by_count = _by_in_flight(
             sorted({kept[number] for number in same}),
             lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
         )
-        plans |= {n: translated(parts[one], found[kept[n]], parts[n]) for n in same}
+        plans |= {n: translated(parts[one], by_count[kept[n]], parts[n]) for n in same}
     stages = tuple(
         replace(plans[number], end=end, starts=tuple(sub.start for sub in held[number]))
         for number, end in enumerate((*ends, ""))
@@ -202,9 +204,10 @@ def plan_stages(
 
 
 def _at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict[K, StagePlan]:
-    """Plans, worked out by several processes where there are any.
+    """Makes plans, in several processes if there are any.
 
-    The last stage has the loss, and takes longest; so plans are dealt from there, back and forth.
+    The last stage contains the loss and takes longest, so plans are dealt out from the last one,
+    back and forth.
     """
     dealt: list[list[K]] = [[] for _ in range(len(workers))]
     for number, key in enumerate(reversed(wanted)):
@@ -221,39 +224,40 @@ def _at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict
 def _by_in_flight(
     kept: Sequence[float], planned: Callable[[float], StagePlan]
 ) -> dict[float, StagePlan]:
-    """Plans for numbers of microbatches in flight, in ascending order.
+    """Returns plans for numbers of microbatches in flight, which are in ascending order.
 
-    A plan for many is one for fewer, and as good where the best for the fewest is no faster.
+    A plan for many microbatches also serves fewer, and is as good if the best plan for the fewest
+    is no faster.
     """
-    found = {kept[-1]: planned(kept[-1])}
+    plans = {kept[-1]: planned(kept[-1])}
     left = [(0, len(kept) - 1)]
     while left:
         low, high = left.pop()
-        if kept[low] not in found:
-            found[kept[low]] = planned(kept[low])
-        few, many = found[kept[low]], found[kept[high]]
+        if kept[low] not in plans:
+            plans[kept[low]] = planned(kept[low])
+        few, many = plans[kept[low]], plans[kept[high]]
         slower = many.predicted.step_seconds > (1 + ALIKE) * few.predicted.step_seconds
         if slower and high - low > 1:
             middle = (low + high) // 2
-            found[kept[middle]] = planned(kept[middle])
+            plans[kept[middle]] = planned(kept[middle])
             left += [(low, middle), (middle, high)]
         else:
-            found |= dict.fromkeys(kept[low + 1 : high], many)
-    return found
+            plans |= dict.fromkeys(kept[low + 1 : high], many)
+    return plans
 
 
 def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
-    """The stages of a normalised graph, as they are planned and emitted; StageError as `cut`."""
-    found = []
+    """Returns the prepared graphs of a normalised graph's stages; raises StageError as `cut`."""
+    stages = []
     for number, part in enumerate(cut(graph, ends)):
         stage = prepare(verify(part), passes=FINDING)
         trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
-        found.append(stage)
-    return tuple(found)
+        stages.append(stage)
+    return tuple(stages)
 
 
 def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
-    """The plan of a graph for another that differs from it in names only."""
+    """Returns the plan of a graph as the plan of another graph that differs only in names."""
     names = dict(zip((n.name for n in graph.nodes), (n.name for n in other.nodes), strict=True))
     return replace(
         plan,
@@ -264,17 +268,20 @@ def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
 
 
 def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
-    """Cuts into stages that take about the same time on one device, where little is sent.
+    """Cuts a graph into stages of about equal time on one device, where few bytes cross.
 
-    Repeated blocks stay whole, where there are as many of them as stages. The slowest stage is
-    made as fast as it can be; among cuts that come within a few per cent of that, those are taken
-    behind which the fewest bytes are read later.
+    Repeated blocks stay whole if there are at least as many of them as stages. The slowest stage is
+    made as fast as possible; among cuts within a few per cent of that, those with the fewest bytes
+    read across them are chosen.
 
     Args:
         graph: normalised, without shares and repeats.
-        stages: how many.
-        mesh: whose device prices the operators.
+        stages: number of stages.
+        mesh: its device prices the operators.
         options: rules and prices.
+
+    Returns:
+        The last node of every stage but the last.
 
     Raises:
         StageError: there are fewer operators than stages.
@@ -289,7 +296,7 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
             why=f"of its {len(names)} operators {len(legal)} may end a stage",
             todo="ask for fewer stages",
         )
-    # A cut stands behind `legal[c]`; the pieces between neighbouring cuts are what is dealt out.
+    # A cut c comes after `legal[c]`; stages consist of the pieces between neighbouring cuts.
     before = np.concatenate([[0.0], np.cumsum(list(seconds.values()))])
     edges = np.array([0, *(before[at + 1] for at in legal), before[-1]])
     nbytes = np.array([0.0, *(crossing[at] for at in legal), 0.0])
@@ -301,9 +308,14 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
 def legal_cuts(
     graph: Graph, names: Sequence[str], blocks: Mapping[str, tuple[int, int]]
 ) -> list[int]:
-    """Places in `names`, operators in execution order, behind which a stage may end.
+    """Returns the indices of `names` after which a stage may end.
 
-    Not inside one of `blocks`, and not between the write and the reads of a buffer.
+    A stage ends neither inside one of `blocks` nor between the write and the reads of a buffer.
+
+    Args:
+        graph: normalised.
+        names: operators in execution order.
+        blocks: operator -> its repeated block.
     """
     place = {name: at for at, name in enumerate(names)}
     held: set[int] = set()
@@ -321,18 +333,18 @@ def legal_cuts(
 def weights(
     graph: Graph, whole: Graph, mesh: Mesh, options: Options
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Seconds of the operators on one device, and the repeated block of those that are in one.
+    """Returns the seconds of the operators on one device, and the repeated block of each.
 
-    What every stage makes for itself is left out.
+    Operators that every stage computes for itself are left out.
 
     Args:
         graph: normalised.
-        whole: the same, prepared.
-        mesh: whose device prices the operators.
+        whole: the same graph, prepared.
+        mesh: its device prices the operators.
         options: rules and prices.
     """
     model = cost_model(mesh, options)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for node in whole.folded:
         rule = options.table.get(node.op)
         (option,) = whole_options(whole, node)
@@ -340,7 +352,7 @@ def weights(
         if rule is not None and not node.is_leaf:
             signature = resolve(rule, node, operand_types(whole, node), node.types)
         work = node_work(whole, node, option.operands, option.results, signature, mesh)
-        found[node.name] = sum(map(model.compute, (*work.forward, *work.backward)))
+        seconds[node.name] = sum(map(model.compute, (*work.forward, *work.backward)))
     blocks = {
         name: (run, number)
         for run, repeat in enumerate(whole.repeats)
@@ -349,11 +361,11 @@ def weights(
     }
     free = free_values(graph)
     operators = [n.name for n in graph.nodes if not n.is_leaf and n.name not in free]
-    return {name: found[whole.template[name]] for name in operators}, blocks
+    return {name: seconds[whole.template[name]] for name in operators}, blocks
 
 
 def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
-    """For each operator the bytes made up to it, from parameters on, and read after it."""
+    """Returns the bytes that are trained, exist after each operator and are read later."""
     place = {name: at for at, name in enumerate(names)}
     change = [0.0] * (len(names) + 1)
     for name in names:
@@ -367,7 +379,7 @@ def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
 
 
 def _slowest(edges: Floats, stages: int) -> float:
-    """The least time of the slowest stage, pieces between `edges` being whole."""
+    """Returns the least time of the slowest stage, if the pieces between `edges` stay whole."""
     low, high = 0.0, float(edges[-1])
     for _ in range(60):
         middle = (low + high) / 2
@@ -379,11 +391,11 @@ def _slowest(edges: Floats, stages: int) -> float:
 
 
 def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> list[int]:
-    """Places of the cuts with the fewest bytes, among those whose stages take at most `most`."""
+    """Returns the cuts with the fewest bytes whose stages take at most `most` seconds."""
     count = len(edges)
     best = np.full(count, np.inf)
     best[0] = 0.0
-    came: list[NDArray[np.int64]] = []
+    origins: list[NDArray[np.int64]] = []
     for stage in range(stages):
         fresh, origin = np.full(count, np.inf), np.zeros(count, dtype=np.int64)
         for at in range(1, count):
@@ -392,9 +404,9 @@ def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> l
                 origin[at] = first + int(np.argmin(best[first:at]))
                 fresh[at] = best[origin[at]] + (nbytes[at] if stage < stages - 1 else 0.0)
         best = fresh
-        came.append(origin)
+        origins.append(origin)
     cuts, at = [], count - 1
-    for origin in reversed(came[1:]):
+    for origin in reversed(origins[1:]):
         at = int(origin[at])
         cuts.append(at)
     return cuts[::-1]

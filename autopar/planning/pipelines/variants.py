@@ -1,4 +1,4 @@
-"""The ways to run a stage that are worth knowing: faster than what needs as little memory."""
+"""Keeps the candidates of a stage that no other one dominates in time and memory."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import NamedTuple
 
 from autopar.inter_op.stage_values import Candidate
 
-AGAIN = 1 / 3  # of a step is what all its forwards are computed again for, at most
-EVEN = 0.01  # ways so close in seconds are as good, of the same problem
-_SAME = 3e-3  # and of any
+AGAIN = 1 / 3  # largest cost of recomputing all forwards, in units of a step
+EVEN = 0.01  # relative difference at which candidates of one problem count as equally fast
+_SAME = 3e-3  # the same for candidates of any problem
 
 
 class Share(NamedTuple):
-    """What a range of layers may take.
+    """The share of a device that a range of layers has.
 
     Attributes:
-        chunks: so many ranges share a device; but what they need for a while, each has in turn.
-        in_flight: microbatches, ascending.
+        chunks: number of ranges that share a device; they use transient memory in turn.
+        in_flight: numbers of microbatches in flight, ascending.
     """
 
     chunks: int
     in_flight: tuple[int, ...]
 
     def limit(self, memory: float, transient: float) -> float:
-        """Bytes for what is kept, of a device that holds so many."""
+        """Returns the bytes for what is kept, on a device of `memory` bytes."""
         return (memory - transient) / self.chunks
 
-    def fits(self, way: Candidate, in_flight: int, memory: float) -> bool:
-        """Whether a way keeps no more than that."""
-        return way.kept(in_flight) <= self.limit(memory, way.transient)
+    def fits(self, candidate: Candidate, in_flight: int, memory: float) -> bool:
+        """Returns whether a candidate keeps no more than that."""
+        return candidate.kept(in_flight) <= self.limit(memory, candidate.transient)
 
 
 def along(
@@ -41,77 +41,80 @@ def along(
     memory: float,
     worth: float,
 ) -> list[Candidate]:
-    """The fastest ways for few and for many microbatches in flight, and where these differ between.
+    """Returns the fastest candidates for few and many microbatches in flight.
+
+    Numbers between are added only if these two differ in seconds.
 
     Args:
-        share: for what they are.
-        fastest: how many of them -> the fastest way that fits.
+        share: of a device.
+        fastest: number of microbatches in flight -> the fastest candidate that fits.
         memory: bytes of a device.
-        worth: what takes so many times the seconds of the first is not wanted.
+        worth: largest time of a candidate, in units of the first one's.
     """
     levels = share.in_flight
     first = fastest(levels[0])
     if first is None:
         return []
-    found = {0: first}
+    by_level = {0: first}
 
     def at(place: int) -> Candidate | None:
-        fits = [way for way in found.values() if share.fits(way, levels[place], memory)]
-        way = min(fits, key=lambda way: way.seconds) if fits else fastest(levels[place])
-        return way if way and way.seconds <= worth * first.seconds else None
+        fits = [one for one in by_level.values() if share.fits(one, levels[place], memory)]
+        one = min(fits, key=lambda one: one.seconds) if fits else fastest(levels[place])
+        return one if one and one.seconds <= worth * first.seconds else None
 
     low, high = 1, len(levels) - 1
     place = high
-    while low <= high:  # the most that fits
-        way = at(place)
-        if way is None:
+    while low <= high:  # bisects for the most that fits
+        one = at(place)
+        if one is None:
             high = place - 1
         else:
-            found[place], low = way, place + 1
+            by_level[place], low = one, place + 1
         place = (low + high + 1) // 2
-    left = list(pairwise(sorted(found)))
+    left = list(pairwise(sorted(by_level)))
     while left:
         low, high = left.pop()
-        if high - low > 1 and found[high].seconds > (1 + EVEN) * found[low].seconds:
+        if high - low > 1 and by_level[high].seconds > (1 + EVEN) * by_level[low].seconds:
             middle = (low + high) // 2
-            found[middle] = at(middle) or found[high]
+            by_level[middle] = at(middle) or by_level[high]
             left += [(low, middle), (middle, high)]
-    return list(found.values())
+    return list(by_level.values())
 
 
-def front(found: Sequence[Candidate], microbatches: int) -> tuple[Candidate, ...]:
-    """Candidates, the fastest first, but for those that need as much as one that is as fast.
+def front(candidates: Sequence[Candidate], microbatches: int) -> tuple[Candidate, ...]:
+    """Returns candidates, the fastest first, without those that another one dominates.
 
     Args:
         found: candidates.
-        microbatches: over which what a step does once is spread.
+        microbatches: number of microbatches over which what a step does once is spread.
     """
 
-    def seconds(way: Candidate) -> float:
-        return way.seconds + way.once / microbatches
+    def seconds(candidate: Candidate) -> float:
+        return candidate.seconds + candidate.once / microbatches
 
     kept: list[Candidate] = []
-    for way in sorted(found, key=lambda way: (way.seconds, way.once)):
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.once)):
         if not any(
-            seconds(other) <= (1 + _SAME) * seconds(way)
-            and other.fixed + other.transient <= way.fixed + way.transient
-            and other.per_microbatch <= way.per_microbatch
+            seconds(other) <= (1 + _SAME) * seconds(candidate)
+            and other.fixed + other.transient <= candidate.fixed + candidate.transient
+            and other.per_microbatch <= candidate.per_microbatch
             for other in kept
         ):
-            kept.append(way)
+            kept.append(candidate)
     return tuple(kept)
 
 
 def partly(
     none: Candidate, full: Candidate, blocks: int, share: Share, in_flight: int, memory: float
 ) -> list[Candidate]:
-    """One way with as many blocks computed again as must be, none if that is none or all of them.
+    """Returns a candidate that recomputes as few blocks as necessary, if these are some blocks.
 
     Args:
-        none, full: the same choice, with no and with all blocks computed again.
-        blocks: how many there are.
-        share, memory: of a device, and its bytes.
-        in_flight: microbatches.
+        none, full: the same choice, with no blocks and with all blocks recomputed.
+        blocks: number of blocks.
+        share: of a device.
+        in_flight: number of microbatches in flight.
+        memory: bytes of a device.
     """
     if share.fits(none, in_flight, memory):
         return []
@@ -124,7 +127,7 @@ def partly(
 
 
 def _between(none: Candidate, full: Candidate, share: float, recompute: str) -> Candidate:
-    """Figures are sums over blocks; what is needed for a while is that of one of them."""
+    """Interpolates two candidates linearly, except that transient memory is that of one block."""
 
     def mixed(one: float, other: float) -> float:
         return (1 - share) * one + share * other

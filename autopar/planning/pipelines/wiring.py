@@ -1,4 +1,4 @@
-"""What the stages of a model have to do with one another, read off their graphs."""
+"""Reads off the stages' graphs which values and parameters they share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from autopar.lower.parameter_keys import leaf_key
 
 
 def wiring_of(graphs: Sequence[Graph]) -> Wiring:
-    """Returns which stages read what which make, and which trained parameters several hold.
+    """Returns the values that stages send one another, and the trained parameters that they share.
 
     Args:
-        graphs: of the stages, as `stage_graphs` gives them.
+        graphs: of the stages, from `stage_graphs`.
     """
-    makers = {name: n for n, graph in reversed([*enumerate(graphs)]) for name, _ in graph.outputs}
+    origins = {name: n for n, graph in reversed([*enumerate(graphs)]) for name, _ in graph.outputs}
     gradients: dict[tuple[int, int], bool] = {}
     for reader, graph in enumerate(graphs):
         for leaf in graph.leaves("received"):
-            edge = makers[leaf.target], reader
+            edge = origins[leaf.target], reader
             gradients[edge] = gradients.get(edge, False) or leaf.requires_grad
     trained = [{leaf_key(n) for n in g.leaves("param") if n.requires_grad} for g in graphs]
     shared = [

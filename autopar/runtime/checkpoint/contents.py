@@ -24,6 +24,7 @@ from autopar.runtime.checkpoint.values import DTYPES, decode, encode
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.update.owners import Dealt
 from autopar.runtime.update.update import Update
 
 # Options of how an optimizer computes: the program that loads a checkpoint keeps its own.
@@ -41,6 +42,7 @@ class Held:
         updated: the tensor that the optimizer updates; None if it is not trained.
         first: whether this rank's stage saves it; another stage of a pipeline may have a copy.
         average: the average of `updated`, if there is one.
+        dealt: set if one rank updates the parameter for all.
     """
 
     parameter: Parameter
@@ -49,6 +51,7 @@ class Held:
     updated: Tensor | None = None
     first: bool = True
     average: Tensor | None = None
+    dealt: Dealt | None = None
 
     @property
     def name(self) -> str:
@@ -67,8 +70,25 @@ class Held:
 
     @property
     def updated_box(self) -> Box:
-        """Box of `updated` and of the optimizer's state in the whole tensor."""
+        """Box of `updated` in the whole tensor."""
         return self._box(self.parameter.storage.updated)
+
+    @property
+    def stepped(self) -> Tensor | None:
+        """The tensor that the optimizer has: `updated`, or on its owner the whole parameter."""
+        whole = None if self.dealt is None else self.dealt.whole
+        return self.updated if whole is None else whole
+
+    @property
+    def state_box(self) -> Box:
+        """Box of the optimizer's state in the whole tensor."""
+        whole = self.dealt is not None and self.dealt.rule.keeps_whole
+        return Box.whole(self.shape) if whole else self.updated_box
+
+    @property
+    def stateless(self) -> bool:
+        """Whether another rank has the optimizer's state of it, whole."""
+        return self.dealt is not None and self.dealt.rule.keeps_whole and self.dealt.whole is None
 
     def _box(self, layout: Layout) -> Box:
         comm, piece = self.state.comm, self.parameter.piece
@@ -98,8 +118,8 @@ def held_of(
     state: State,
     tensors: Sequence[Tensor],
     weights: Weights,
+    update: Update,
     first: Collection[str] | None = None,
-    averages: Mapping[int, Tensor] | None = None,
 ) -> list[Held]:
     """Returns this rank's part of a state.
 
@@ -107,9 +127,10 @@ def held_of(
         state: state of the program.
         tensors: this rank's tensor of each parameter and buffer.
         weights: the same, with the tensors that the optimizer updates.
+        update: of these parameters.
         first: names that are saved from here, None for all.
-        averages: averages of updated tensors, by the tensor's id.
     """
+    dealt = {key: item for each in update.owners for key, item in each.items.items()}
     return [
         Held(
             parameter.master if parameter.has_master else parameter,
@@ -117,7 +138,8 @@ def held_of(
             weights.masters.get(id(own), own) if parameter.has_master else tensor,
             own if own.requires_grad else None,
             first is None or parameter.name in first,
-            (averages or {}).get(id(own)),
+            update.averages.get(id(own)),
+            dealt.get(id(own)),
         )
         for parameter, tensor, own in zip(state.parameters, tensors, weights.updated, strict=True)
     ]
@@ -135,9 +157,10 @@ def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
     """
     for h in held:
         for what, tensor in (("", h.tensor), ("the average of ", h.average)):
-            if h.updated is None or tensor is None or torch.isfinite(tensor).all():
+            own = h.stepped
+            if own is None or tensor is None or torch.isfinite(tensor).all():
                 continue
-            step = optimizer.state.get(h.updated, {}).get("step")
+            step = optimizer.state.get(own, {}).get("step")
             when = "" if step is None else f" after step {int(step)}"
             raise CheckpointError(
                 f"{what}{h.name} is not finite{when}",
@@ -151,7 +174,7 @@ def groups_of(
     optimizer: Optimizer, held: Sequence[Held]
 ) -> Iterator[tuple[dict[str, Any], list[tuple[Held, Tensor]]]]:
     """Yields every group of an optimizer with its tensors, and the parameters they belong to."""
-    known = {id(h.updated): h for h in held if h.updated is not None}
+    known = {id(h.stepped): h for h in held if h.stepped is not None}
     for group in optimizer.param_groups:
         yield group, [(known[id(t)], t) for t in group["params"] if id(t) in known]
 
@@ -185,7 +208,7 @@ def optimizer_parts(
 
 def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
     """Returns a tensor of the optimizer's state, shaped like its parameter or one for all of it."""
-    name, box, shape = f"optimizer.{h.name}.{key}", h.updated_box, tuple(value.shape)
+    name, box, shape = f"optimizer.{h.name}.{key}", h.state_box, tuple(value.shape)
     value = value if shape else value.clone()  # counts may be shared
     if shape == box.sizes:
         return Part(name, value, box, h.shape)
@@ -265,8 +288,8 @@ def room_for(
         CheckpointError: this plan splits the parameter, but the tensor has another shape.
     """
     like = stored.shape == h.shape and not (key == "step" and h.shape == ())
-    box = h.updated_box if like else Box.whole(stored.shape)
-    if not like and stored.shape and h.updated_box != Box.whole(h.shape):
+    box = h.state_box if like else Box.whole(stored.shape)
+    if not like and stored.shape and h.state_box != Box.whole(h.shape):
         raise CheckpointError(
             f"{key!r} of the optimizer's state of {h.name} cannot be loaded",
             why=f"its shape is {list(stored.shape)}, and this plan splits the parameter, whose "
@@ -308,6 +331,8 @@ class OptimizerState:
         dtypes = {name: entry.dtype for name, entry in index.under("model").items()}
         for group, members in groups_of(optimizer, held):
             for h, tensor in members:
+                if h.stateless:
+                    continue
                 for key, entry in stored.get(h.name, {}).items():
                     dtype = DTYPES[dtypes.get(h.name, entry.dtype)]
                     old = optimizer.state.get(tensor, {}).get(key)

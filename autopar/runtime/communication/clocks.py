@@ -116,10 +116,10 @@ class Bench:
         return time.perf_counter()
 
     def _count(self, call: Callable[[], object]) -> int:
-        """Returns the repetitions of a problem that take `seconds`; alike on all processes.
+        """Returns the repetitions of a problem that take `seconds`, the same on all processes.
 
-        A single run is not representative: where processes share processors it may wait for its
-            turn, and runs that end before all have had their turn measure too short.
+        A single run is not representative: if processes share processors, it may wait for its turn,
+        and runs that end before all have had a turn measure too short.
         """
         call()
         count = 1

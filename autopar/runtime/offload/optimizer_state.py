@@ -9,8 +9,10 @@ previous one leaves meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from torch.optim import Optimizer
 
 from autopar.ir.offload import rows
 from autopar.runtime.offload.host_streams import Host, Put, Taken
+
+if TYPE_CHECKING:
+    from autopar.runtime.parameters.shards import Weights
 
 Slot = tuple[MutableMapping[Any, Any], Any]  # place of a tensor: a mapping, and its key
 
@@ -27,10 +32,9 @@ class HostState:
 
     Args:
         optimizer: the optimizer of this rank.
-        parameters: the parameters that it updates.
+        rows: the parameters that it updates, in buckets, alike on all ranks.
         averages: averages by the parameter's id; {} without.
         device: device of the update.
-        bucket: bytes of parameters whose state is copied together, approximately.
         masters: ids of parameters that are also in host memory.
 
     Attributes:
@@ -40,17 +44,16 @@ class HostState:
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
+        rows: Sequence[Sequence[nn.Parameter]],
         averages: MutableMapping[int, Tensor],
         device: torch.device,
-        bucket: int,
         masters: Collection[int] = (),
     ) -> None:
         self._optimizer, self._averages = optimizer, averages
         self._host = Host(device)
-        self._rows = list(rows(parameters, bucket))
+        self._rows = [list(row) for row in rows]
         self._puts: dict[tuple[int, Any], Put] = {}
-        self.masters = {id(p): p.detach() for p in parameters if id(p) in masters}
+        self.masters = {id(p): p.detach() for row in rows for p in row if id(p) in masters}
 
     def settle(self) -> None:
         """Moves loaded or new state from the device to the host."""
@@ -139,6 +142,29 @@ class HostState:
             self._puts[id(kept), key], kept[key] = put, put.host
             puts.append(put)
         return puts
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    parameter: nn.Parameter
+    nbytes: int
+
+
+def buckets(weights: Sequence[Weights], nbytes: int) -> list[list[nn.Parameter]]:
+    """Returns the trained parameters of programs in buckets, by the largest part of any rank.
+
+    Args:
+        weights: of the programs.
+        nbytes: of parameters whose state is copied together, approximately.
+    """
+    sized = [
+        _Sized(own, math.prod(w.storage.updated.local_shape(w.type.shape, each.comm.mesh))
+               * own.element_size())
+        for each in weights
+        for w in each.all
+        if isinstance(own := w.updated, nn.Parameter)
+    ]  # fmt: skip
+    return [[each.parameter for each in row] for row in rows(sized, nbytes)]
 
 
 def _give(row: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

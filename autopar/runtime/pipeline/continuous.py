@@ -4,15 +4,20 @@ A step takes a new batch, does its row of the period and ends, while backwards o
 microbatches are still to come: they are in the row of the next step. Every stage updates its
 weights where its row says, whatever the others do. So no rank waits for all at the end of a step.
 What all have to know of it (the loss, whether all was finite, whether they were given alike) is
-added up beside the next step, and read at its end.
+added up beside the next step, and read at its end. Where sums of gradients are awaited s steps
+later, so is that: a replica runs up to s steps ahead of the slowest, and then waits.
 
 `drain` runs what is under way to its end. Whoever asks for the weights gets them so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +25,17 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.ir.action import ALL, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
-from autopar.ir.pipeline_step import at_period, in_update, versions
+from autopar.ir.pipeline_step import ahead, at_period, in_update, versions
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
 from autopar.runtime.pipeline.versions import Versions
 from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.step_parts import WAIT
 from autopar.runtime.update.update import Update
+
+_BITS = 20  # of a checksum; the squares of all ranks' are exact in float64
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Continuous:
     Attributes:
         broken_off: whether a step, or a drain, has not come to its end.
         grad_norm: of the gradients that the stages took last, before clipping.
+        ahead: by how many steps replicas may be apart.
+        waited: seconds that this rank has waited for sums of gradients and for reports.
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class Continuous:
         self._stages, self._row, self._size = stages, row, placement.microbatches
         self._interpreter, self._update = interpreter, update
         self._everyone, self._differences = everyone, differences
+        self._recorder = interpreter.recorder
         self._taken = in_update([row])
         self._updates = sum(action.kind == UPDATE for action in row) // len(stages)
         self._flushed = placement.first[0] if placement.first else 0
@@ -90,8 +101,11 @@ class Continuous:
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
         self._sums: dict[tuple[int, int], Sums] = {}  # by stage and microbatch
-        self._before: _Report | None = None
+        self.ahead = ahead(placement.rows, self._size)
+        self._reports: deque[_Report] = deque()  # of the steps that nobody has read of
+        self._told: float | None = None  # the last loss that was read
         self.grad_norm: Tensor | None = None
+        self.waited = 0.0
 
     def _weights_for(self, own: Versions) -> Callable[[Action], AbstractContextManager[None]]:
         def weights(action: Action) -> AbstractContextManager[None]:
@@ -115,14 +129,15 @@ class Continuous:
             report: gives, at the end, this rank's part of the loss and its token.
 
         Returns:
-            The loss of the step before; of the first one after a drain its own.
+            The loss of the step before, or of `ahead` steps before where that is more. The first
+            steps after a drain all return that of the first.
 
         Raises:
-            NonFiniteError, BatchError, RanksDifferError: of the step before.
+            NonFiniteError, BatchError, RanksDifferError: of that step.
         """
         self.broken_off = True
         if not self._period:
-            self._update.optimizer.zero_grad(set_to_none=True)  # of a flushed step
+            self._update.forget()  # gradients of a flushed step
             done = max(self._update.check.steps - 1 - self._flushed, 0)  # this one has begun
             for own in self.versions.values():
                 own.total = done * self._updates
@@ -135,8 +150,15 @@ class Continuous:
             self._do(action)
         self._period += 1
         self.broken_off = False
-        before, self._before = self._before, self._begin(*report())
-        return self._read(before or self._before)
+        self._reports.append(self._begin(*report()))
+        if self._told is None or len(self._reports) > max(self.ahead, 1):
+            self._told = self._read(self._reports.popleft())
+        return self._told
+
+    @property
+    def filling(self) -> bool:
+        """Whether nothing is under way yet."""
+        return not self._period
 
     def _do(self, action: Action) -> None:
         """Do one action of the row."""
@@ -152,9 +174,18 @@ class Continuous:
         elif action.kind == SYNC_BEGIN:
             self._sums[action[1:3]] = Sums.begin(stage)
         elif action.kind == SYNC_AWAIT:
-            self._sums.pop(action[1:3]).arrive()
+            with self._waiting(f"{action} waits for its sums"):
+                self._sums.pop(action[1:3]).arrive()
         elif action.kind == UPDATE:
             self._updated(stage)
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Inside, this rank waits for others; counts the seconds."""
+        began = time.perf_counter()
+        with self._recorder.part(WAIT, name):
+            yield
+        self.waited += time.perf_counter() - began
 
     def _updated(self, stage: Stage) -> None:
         """Update a stage."""
@@ -163,8 +194,9 @@ class Continuous:
         if update.check.wanted or update.training.clip_norm is not None:
             own = stage.state.squares(stage.weights.gradients, add=update.squares)
             self._squares[key] = own
-            norm = stage.runtime.group(stage.runtime.mesh.names).reduce(own.clone()).sqrt()
-            self._broken |= not bool(norm.isfinite())
+            self._broken |= not bool(own.isfinite())
+            if update.training.clip_norm is not None:
+                norm = _norm(stage, own)
         with self.versions[key].updating(update.optimizer):
             update.step_alone(stage.weights, norm)
 
@@ -173,6 +205,8 @@ class Continuous:
         squares = sum(self._squares.values(), torch.zeros_like(token))
         broken = torch.full_like(token, float(self._broken))
         self._broken = False
+        if self.ahead:  # differing generators are seen here, where ranks do not meet
+            token = token + (zlib.crc32(torch.get_rng_state().numpy().tobytes()) & 2**_BITS - 1)
         numbers = [loss.detach().double(), token, token.square(), broken, squares.to(token)]
         report = torch.stack(numbers)
         if self._everyone is None:
@@ -181,7 +215,8 @@ class Continuous:
 
     def _read(self, report: _Report) -> float:
         """The loss of a report."""
-        loss, token, square, broken, squares = report.read()
+        with self._waiting("waits for the report of a step"):
+            loss, token, square, broken, squares = report.read()
         world = 1 if self._everyone is None else len(self._everyone.ranks)
         alike = square == world * (token / world) ** 2
         self.grad_norm = (
@@ -204,8 +239,10 @@ class Continuous:
         self._interpreter.post.finish()
         self.restart()
         self.broken_off = False
-        report, self._before = self._before, None
-        if report is not None:
+        self._told = None
+        reports = list(self._reports)
+        self._reports.clear()
+        for report in reports:
             self._read(report)
 
     def restart(self) -> None:
@@ -213,3 +250,24 @@ class Continuous:
         self._period = 0
         for own in self.versions.values():
             own.restart()
+
+
+def _norm(stage: Stage, squares: Tensor) -> Tensor:
+    """The norm of a stage's gradients, on all its devices.
+
+    Args:
+        stage: which one.
+        squares: this device's part of the sum of their squares, each counted once.
+    """
+    mesh = stage.runtime.mesh
+    split = {
+        axis
+        for parameter in stage.state.parameters
+        if parameter.trainable
+        for axis in parameter.storage.updated.sharded_axes
+    }
+    axes = tuple(axis for axis in mesh.names if axis in split)
+    # Replicas have the same, and need not meet.
+    replicas = math.prod(mesh.axis_size(axis) for axis in mesh.names if axis not in split)
+    total = squares * replicas
+    return (stage.runtime.group(axes).reduce(total) if axes else total).sqrt()

@@ -15,9 +15,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
-from autopar.ir.pipeline_step import forwards, in_update
+from autopar.ir.pipeline_step import ahead, forwards, in_update
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.batches import TOKEN, Intake
@@ -38,7 +39,6 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
 
@@ -86,7 +86,7 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     runtimes[key] = Runtime(module.mesh, device, members, seed=number)
                     runtimes[key].widened = module.widened
-                    runtimes[key].chosen = module.collectives
+                    runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
@@ -114,7 +114,6 @@ class Pipeline(PipelineState):
         self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
         rounds = in_update([self.row])
         for stage in self.stages.values():
-            refuse_what_shards_break(training.optimizer, stage.state.parameters)
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(
                     stage.weights,
@@ -143,8 +142,12 @@ class Pipeline(PipelineState):
         self._intake = Intake(batch, device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
-            refuse_what_cannot_stream(modules, placement, training, self.copies.holders, device)
+            refuse_what_cannot_stream(
+                modules, placement, training, self.copies.holders, device, self.update.owners
+            )
             self._intake.overlaps = True
+            if ahead(placement.rows, placement.microbatches):
+                self._intake.compared = 1
             self._interpreter = self._played(self._post(), [])
             self.continuous = Continuous(
                 self.stages, placement, self.row, self._interpreter, self.update, self.everyone,
@@ -206,7 +209,7 @@ class Pipeline(PipelineState):
         """A step of a row that ends with an update of all stages."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self.update.check.keep(self._written)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         for stage in self.stages.values():
             stage.forget()
             if stage.runtime.gradients is not None:
@@ -235,7 +238,12 @@ class Pipeline(PipelineState):
         """A period of rows that do not flush."""
         losses: list[Tensor] = []
         self._interpreter.results = losses_to(losses)
-        with self._states(self.row) as enter, self.peers.recorder.part(PHASE, "microbatches"):
+        # Generators that were alike stay so, and ranks that are steps apart cannot meet.
+        alike = bool(continuous.ahead) and not continuous.filling
+        with (
+            self._states(self.row, alike) as enter,
+            self.peers.recorder.part(PHASE, "microbatches"),
+        ):
             loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
         self._settle()
@@ -251,11 +259,13 @@ class Pipeline(PipelineState):
         played.results = losses_to(losses)
         return played
 
-    def _states(self, row: Row) -> AbstractContextManager[Callable[[Action], None]]:
-        """See `random_states`."""
+    def _states(
+        self, row: Row, alike: bool = False
+    ) -> AbstractContextManager[Callable[[Action], None]]:
+        """See `random_states`; `alike` says that the ranks' generators are."""
         runtime = next(iter(self.stages.values())).runtime
-        count = self.placement.microbatches
-        return random_states(row, self.modules, count, runtime, self.everyone)
+        count, everyone = self.placement.microbatches, None if alike else self.everyone
+        return random_states(row, self.modules, count, runtime, everyone)
 
     def _synchronise(self, actions: Row) -> None:
         """Do sums of gradients that stand side by side: those of replicas, then those of copies."""
@@ -291,8 +301,7 @@ class Pipeline(PipelineState):
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """This rank's part of the mean of all microbatches' losses."""
-        # Every rank of the last stage has the loss; one of them speaks for all.
-        if losses and all(s.runtime.rank == 0 for s in self.stages.values()):
+        if losses and any(stage.reports_loss for stage in self.stages.values()):
             return torch.stack(list(losses)).sum() / self.placement.microbatches
         (dtype,) = {m.outputs[m.loss][0] for m in self.modules if m.loss is not None}
         return torch.zeros((), dtype=TORCH_DTYPES[dtype], device=self.device)

@@ -11,6 +11,7 @@ from autopar.errors import ProgramError
 from autopar.ir.action import SYNC_BEGIN
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.update.owners import Owners
 from autopar.runtime.update.update import Training
 
 ZERO = 'pass state="ddp" or state="zero1"'
@@ -22,6 +23,7 @@ def refuse_what_cannot_stream(
     training: Training,
     tied: Mapping[str, Collection[tuple[int, int]]],
     device: torch.device,
+    owners: Sequence[Owners] = (),
 ) -> None:
     """Returns where stages can be updated while microbatches are under way.
 
@@ -31,6 +33,7 @@ def refuse_what_cannot_stream(
         training: how the local parameters are updated.
         tied: keys of parameters that several stages hold, and which do.
         device: where this process computes.
+        owners: what ranks update for one another.
 
     Raises:
         ProgramError: something of it cannot be done, by name.
@@ -54,6 +57,13 @@ def refuse_what_cannot_stream(
             'on_nonfinite="skip"',
             "a stage updates its weights before the others know whether a step is finite",
             'pass on_nonfinite="raise", which says so a step later, or "continue"',
+        )
+    if any(each.items for each in owners):
+        _refuse(
+            "an optimizer that updates whole parameters",
+            "ranks update them for one another, and stages are updated at different times",
+            "use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...), or a schedule that "
+            "flushes",
         )
     for module in modules:
         _refuse_module(module, placement)
@@ -110,7 +120,8 @@ def _refuse_sums(module: Generated, device: torch.device) -> None:
         hops = storage.hops(
             parameter.type, module.mesh, trained=parameter.trainable, precision=parameter.precision
         )
-        if any(hop.call.kind != "all_reduce" for hop in hops) or parameter.has_master:
+        plain = all((hop.call.kind, hop.call.compression) == ("all_reduce", "") for hop in hops)
+        if not plain or parameter.has_master:
             _refuse(
                 f"the parameter {parameter.name!r} where sums of gradients arrive steps later",
                 "its gradient is not summed by one all_reduce in the dtype of the update",

@@ -81,6 +81,15 @@ class Stage:
         """The parameters that have gradients, by key, as they are held."""
         return {k: t for k, t in self.named.items() if isinstance(t, nn.Parameter)}
 
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this device reports the stage's loss: one does for all that have the same."""
+        if self.module.loss is None:
+            return False
+        _, _, layout = self.module.outputs[self.module.loss]
+        comm = self.runtime
+        return not any(comm.coordinate[a] for a in comm.mesh.names if a not in layout.partial)
+
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this device's part of a received value."""
         value = self.received[name]

@@ -72,8 +72,7 @@ class PipelineState:
         found: list[Held] = []
         for key, stage in self.stages.items():
             own = {name for name in stage.state.names if first[name] == key}
-            averages = self.update.averages
-            found += held_of(stage.state, stage.tensors, stage.weights, own, averages)
+            found += held_of(stage.state, stage.tensors, stage.weights, self.update, own)
         return found
 
     @property

@@ -102,6 +102,15 @@ class Channel:
         nbytes = x.nbytes if takes is None else 0
         self._run("all_to_all", nbytes, dist.all_to_all_single, out, x, takes, sends)
 
+    def all_to_all_beside(
+        self, out: Tensor, x: Tensor, takes: Sequence[int], sends: Sequence[int]
+    ) -> Waiting:
+        """Starts `all_to_all` of uneven blocks; the result must be awaited."""
+        handle = self.handle
+        event = self.recorder.begin(self.name, self.ranks, "all_to_all", 0, False)
+        work = dist.all_to_all_single(out, x, list(takes), list(sends), group=handle, async_op=True)
+        return Waiting(work, event)
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """Copies the x of a global rank to all others."""
         self._run("broadcast", x.nbytes, dist.broadcast, x, source)

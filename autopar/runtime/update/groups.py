@@ -19,6 +19,7 @@ from torch import nn
 from autopar.errors import ProgramError
 
 Options = dict[str, Any]
+Roles = Callable[[nn.Module], dict[str, Options]]
 GroupsLike = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
@@ -48,18 +49,23 @@ def groups(options: Mapping[str, Mapping[str, Any]]) -> Patterns:
     return Patterns({pattern: dict(given) for pattern, given in options.items()})
 
 
-def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]:
+def options_of(
+    model: nn.Module, given: GroupsLike | None, roles: Roles | None = None
+) -> dict[str, Options]:
     """Returns the options of every trained parameter by name; {} if none are given.
 
     Args:
         model: the user's model.
         given: patterns, or a function of a parameter's name and the parameter.
+        roles: returns options that an optimizer gives parameters of a model by their roles;
+            `given` wins.
 
     Raises:
         ProgramError: a pattern matches no trained parameter, or a function returns no options.
     """
+    own = {} if roles is None else roles(model)
     if given is None:
-        return {}
+        return own
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for pattern in given.options if isinstance(given, Patterns) else ():
         if not any(fnmatchcase(name, pattern) for name in trained):
@@ -83,7 +89,7 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
                 f"the groups give {options!r} for {name}",
                 why="a group is a mapping of options, {} for none",
             )
-        by_name[name] = dict(options)
+        by_name[name] = {**own.get(name, {}), **options}
     return by_name
 
 

@@ -11,11 +11,19 @@ from torch import Tensor, nn
 
 from autopar.errors import NonFiniteError, ProgramError
 from autopar.ir.precision import Precision
-from autopar.runtime.offload.optimizer_state import HostState
+from autopar.runtime.offload.optimizer_state import HostState, buckets
 from autopar.runtime.parameters.pieces import Squares, clip, squares_of
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.update.groups import Options, grouped
-from autopar.runtime.update.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
+from autopar.runtime.update.observation import observed
+from autopar.runtime.update.optimizer import OptimizerFactory, refuse_what_steps_break
+from autopar.runtime.update.owners import (
+    Owners,
+    refuse_whole_states,
+    step_whole,
+    whole_parameters,
+    with_owners,
+)
 from autopar.runtime.update.scaler import Scaler
 from autopar.runtime.update.step_check import Named, Seen, StepCheck, check_policy
 
@@ -60,15 +68,6 @@ class Training:
             )
 
 
-def state_bytes_of(training: Training) -> float:
-    """Returns the bytes of state per byte of parameter: the optimizer's, and an average.
-
-    Raises:
-        ProgramError: see `optimizer.state_bytes`.
-    """
-    return state_bytes(training.optimizer) + (training.ema is not None)
-
-
 class Update:
     """Applies a step's gradients on this rank.
 
@@ -95,6 +94,7 @@ class Update:
             {} without.
         away: moves the state to host memory and back; None if it stays.
         kernel: the optimizer, if its step is a kernel, else None.
+        owners: of every program, what its ranks update for one another; () if nothing.
         written: ids of masters whose stored tensors a step also writes.
         check: decides whether a step is made.
         compared: whether all ranks have the same groups, whose options must then be alike. Stages
@@ -119,8 +119,13 @@ class Update:
         self.compared = True
         # In a stage without parameters, the optimizer has one without elements.
         name = next(iter(training.options), "")
-        nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
-        self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
+        nothing = [(name, nn.Parameter(torch.zeros(0, 0, device=device)))]
+        rules = observed(training.optimizer, training.options)
+        self.owners = tuple(Owners(each, rules) for each in weights) if rules.mixes else ()
+        wholes = whole_parameters(self.owners)
+        taken = [(name, wholes.get(id(parameter), parameter)) for name, parameter in trained]
+        made = training.optimizer(grouped(taken or nothing, training.options))
+        self.optimizer = with_owners(made, self.owners)
         self.kernel: AdamW | None = None
         self.written: frozenset[int] = frozenset()
         if held is not None and bucket is None:
@@ -139,8 +144,9 @@ class Update:
         self._weights = weights
         if bucket is not None:
             masters = {id(w.updated) for each in weights for w in each.all if w.has_master}
+            refuse_whole_states(wholes, rules)
             self.away = HostState(
-                self.optimizer, self._trained, self.averages, device, bucket, masters
+                self.optimizer, buckets(weights, bucket), self.averages, device, masters
             )
             self.written = frozenset(masters)
             for each in weights:
@@ -260,13 +266,18 @@ class Update:
             if self.away is not None:
                 self.away.step(self._come)
             else:
-                self.optimizer.step()
+                step_whole(self.optimizer, self.owners)
                 self._averaged(self._trained)
         if self.scaler is not None:
             self.scaler.follow(outcome.norm.isfinite())
         for each in self._weights:
             each.gather(self.written)
         return outcome.loss, norm if wanted else None
+
+    def forget(self) -> None:
+        """Gives up the gradients of all parameters."""
+        for parameter in self._trained:
+            parameter.grad = None
 
     @torch.no_grad()
     def step_alone(self, weights: Weights, norm: Tensor | None) -> None:

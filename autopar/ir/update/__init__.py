@@ -1,0 +1,6 @@
+"""The update of a step as a value: states of every parameter, and what an optimizer asks of it."""
+
+from autopar.ir.update.ownership import deal, owner_hops
+from autopar.ir.update.update_rules import ADAMW, NO_STATES, Products, Rule, State, Update
+
+__all__ = ["ADAMW", "NO_STATES", "Products", "Rule", "State", "Update", "deal", "owner_hops"]

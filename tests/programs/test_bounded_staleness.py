@@ -1,0 +1,93 @@
+"""Bounded staleness: a replica runs up to s steps ahead of the slowest one, and then waits."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from torch.distributed import FileStore
+
+import autopar
+from autopar.runtime.pipeline.sums import Sums
+from tests.programs.test_asynchronous import check
+from tests.support.ranks import run_ranks
+from tests.support.stale_weights import METHODS, Method, program_of
+
+PINS = autopar.pins.data_parallel("gpu")
+
+
+def apart(folder: str, ahead: int) -> tuple[int, int, float]:
+    """A slow replica and a fast one, which begins to wait before the slow one goes on.
+
+    Returns:
+        The steps that this rank had made when the fast one began to wait, those of the fast one,
+        and the seconds that this rank waited.
+    """
+    store = FileStore(f"{folder}/store{ahead}", 2)
+    store.set_timeout(timedelta(seconds=30))
+    method = Method(f"bounded_staleness ahead={ahead}", 4, 0, lambda *_: 0, lambda *_: 0)
+    program, batches = program_of(method, 1, "sgd", 2, pins=PINS)
+    pipeline, arrive, done = program._executor, Sums.arrive, 0
+
+    def waits(sums: Sums) -> None:
+        """What the fast one does where it needs the sums of the slow one's second step."""
+        if done == ahead + 1:
+            (part,) = sums.parts
+            assert part.waiting is not None
+            assert not part.waiting.is_completed()
+            store.set("fast", str(done))
+        arrive(sums)
+
+    told = (0, 0)
+    for step, batch in enumerate(batches):
+        if pipeline.rank == 0 and step == 1:
+            told = step, int(store.get("fast"))  # waits for it
+        with patch.object(Sums, "arrive", waits if pipeline.rank else arrive):
+            program.step(**batch)
+        done += 1
+    waited: float = pipeline.continuous.waited
+    program.close()
+    return *told, waited
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_replica_is_ahead_by_as_many_steps_as_allowed_and_then_waits(
+    tmp_path: Path, ahead: int
+) -> None:
+    """Neither could go on if replicas met anywhere else: the slow one waits for the fast one."""
+    (slow, fast, _), (_, _, waited) = run_ranks(apart, str(tmp_path), ahead, count=2)
+    assert fast - slow == ahead
+    assert waited > 0
+
+
+def profiled(file: str) -> None:
+    """A profile of a step that takes sums of the one before."""
+    program, batches = program_of(METHODS["bounded"], 1, "sgd", 2, pins=PINS)
+    for batch in batches[:-1]:
+        program.step(**batch)
+    program.step(**batches[-1], profile=Path(file))
+
+
+def test_a_profile_shows_how_long_a_rank_waits(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    run_ranks(profiled, str(file), count=2)
+    events = json.loads(file.read_text())["traceEvents"]
+    waits = [event for event in events if event.get("cat") == "wait"]
+    for rank in range(2):
+        own = [event for event in waits if event["pid"] == rank]
+        assert [event["name"] for event in own] == [
+            "SYNC_AWAIT0.31 waits for its sums", "waits for the report of a step",
+        ]  # fmt: skip
+        (named,) = (
+            e["args"]["name"] for e in events if e["name"] == "process_name" and e["pid"] == rank
+        )
+        seconds = sum(event["dur"] for event in own) / 1e6
+        assert named.endswith(f"waits {seconds:.6f} s for others")
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_replicas_of_one_stage_train_as_stale_weights_do(clip: float | None) -> None:
+    check(["bounded"], 1, 2, pins=PINS, clip_norm=clip)

@@ -1,0 +1,123 @@
+"""Optimizers that mix the elements of a matrix, however it is split, against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.pins import data_parallel
+from tests.support.mixing import FACTORIES, batches, reference, words
+from tests.support.ranks import run_ranks
+
+SPLIT = {"fc.weight": "[20@gpu, 12]", "proj.weight": "[12, 20@gpu]"}
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"state": "ddp", "pins": [data_parallel()]},
+    "zero1": {"state": "zero1", "pins": [data_parallel()]},
+    "zero2": {"state": "zero2", "pins": [data_parallel()], "microbatches": 2},
+    "zero3": {"state": "zero3", "pins": [data_parallel()]},
+    "tensor": {"state": "ddp", "pins": SPLIT},
+}
+STEPS, TOLERANCE = 4, 1e-9
+
+
+def _train(mesh: str, name: str, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns losses and parameters under every plan."""
+    found = {}
+    for plan, options in plans.items():
+        program = autopar.compile(words(), mesh, optimizer=FACTORIES[name], **options)
+        losses = [float(program.step(**batch)) for batch in batches(STEPS)]
+        found[plan] = losses, {k: v.detach() for k, v in program.state_dict().items()}
+        program.close()
+    return found
+
+
+def _check(ranks: list[Any], name: str) -> None:
+    losses, state = reference(name, batches(STEPS))
+    for found in ranks:
+        for plan, (own, values) in found.items():
+            assert own == pytest.approx(losses, rel=TOLERANCE), (name, plan)
+            for key, value in state.items():
+                error = float((values[key] - value).abs().max())
+                assert error <= TOLERANCE, (name, plan, key, error)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_two_ranks_train_as_one_process(name: str) -> None:
+    _check(run_ranks(_train, "cpu: gpu=2", name, PLANS, count=2), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORIES)
+def test_four_ranks_train_as_one_process(name: str) -> None:
+    _check(run_ranks(_train, "cpu: gpu=4", name, PLANS), name)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_replicas_of_parts_share_what_owners_need(name: str) -> None:
+    """Tensor parallelism inside of data parallelism, with states split over neither or one."""
+    plans = {
+        "both": {"state": "ddp", "pins": [data_parallel("node"), SPLIT]},
+        "zero1": {"state": "zero1", "pins": [data_parallel("node"), SPLIT]},
+    }
+    _check(run_ranks(_train, "cpu: node=2, gpu=2", name, plans), name)
+
+
+def _save(folder: str, name: str) -> list[float]:
+    options = PLANS["zero3"]
+    program = autopar.compile(words(), "cpu: gpu=2", optimizer=FACTORIES[name], **options)
+    steps = batches(STEPS)
+    for batch in steps[:2]:
+        program.step(**batch)
+    program.save_checkpoint(folder)
+    losses = [float(program.step(**batch)) for batch in steps[2:]]
+    program.close()
+    return losses
+
+
+def _resume(folder: str, name: str, mesh: str, plan: str) -> list[float]:
+    torch.manual_seed(5)
+    model = words()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    program = autopar.compile(model, mesh, optimizer=FACTORIES[name], **PLANS[plan])
+    steps = batches(STEPS)
+    program.step(**steps[0])  # so that there is a state to be replaced
+    program.load_checkpoint(folder)
+    losses = [float(program.step(**batch)) for batch in steps[2:]]
+    program.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_checkpoints_are_resharded(name: str, tmp_path: Path) -> None:
+    """Saved under ZeRO-3 on two ranks; resumed with split operators, and on one device."""
+    (losses, _) = run_ranks(_save, str(tmp_path / "c"), name, count=2)
+    whole, _ = reference(name, batches(STEPS))
+    assert losses == pytest.approx(whole[2:], rel=TOLERANCE)
+    for mesh, plan, count in (("cpu: gpu=2", "tensor", 2), ("cpu: gpu=1", "ddp", 1)):
+        for found in run_ranks(_resume, str(tmp_path / "c"), name, mesh, plan, count=count):
+            assert found == pytest.approx(whole[2:], rel=TOLERANCE), (mesh, plan)
+
+
+def test_muon_of_bf16_is_torchs_to_the_bit() -> None:
+    """On one device, the update of the same gradients by torch's Muon and by this one."""
+    torch.manual_seed(0)
+    for shape in ((6, 17), (17, 6), (5, 5)):
+        for adjust in (None, "match_rms_adamw"):
+            start = torch.randn(shape)
+            ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+            pair = (
+                autopar.muon(lr=0.05, adjust_lr_fn=adjust)([ours]),
+                torch.optim.Muon([theirs], lr=0.05, adjust_lr_fn=adjust),
+            )
+            for _ in range(3):
+                gradient: Tensor = torch.randn(shape)
+                for parameter, optimizer in zip((ours, theirs), pair, strict=True):
+                    parameter.grad = gradient.clone()
+                    optimizer.step()
+            assert torch.equal(ours, theirs)
