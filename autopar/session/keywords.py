@@ -31,6 +31,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
@@ -117,6 +118,10 @@ class PlanKeywords(AverageKeywords, total=False):
             other axes pass the same part. See `Session.data_rank`.
         expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
             "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
+        outer: how replicas along independent axes of the mesh, which train separately,
+            synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
+            tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
+            part of a batch. A given plan states its own method.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -141,6 +146,7 @@ class PlanKeywords(AverageKeywords, total=False):
     collectives: str | Sequence[str] | None
     batches: str
     expert_load: str
+    outer: Outer | str | None
     trace: str | Path | None
 
 
@@ -161,7 +167,7 @@ class TrainKeywords(AverageKeywords, total=False):
             the host's time for launching kernels. It needs CUDA devices with NCCL, AdamW as a
             kernel (`fuse=["adamw"]`), and a step that never waits for the host.
         shapes: number of batch shapes for which programs are compiled as they occur, with the same
-            parameters and optimizer; see `docs/how-to/evaluation.md`. By default, a batch of
+            parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
     """
 
@@ -214,6 +220,7 @@ _CHECKS: dict[str, Check] = {
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
     "shapes": Whole(1, 2**10),
+    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -222,7 +229,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL,
+    "batches": GLOBAL, "outer": None,
 }  # fmt: skip
 
 
@@ -310,6 +317,23 @@ def running(given: Mapping[str, Any]) -> Running:
     """Returns how the program runs."""
     options = {**DEFAULTS, **given}
     return Running(options["backend"], options["cuda_graph"], options["shapes"])
+
+
+def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
+    """Returns how replicas synchronise; a given plan states it.
+
+    Raises:
+        OptionError: a text cannot be read.
+        PlanMismatchError: the plan has another method.
+    """
+    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    if plan is None or wanted in (None, plan.outer):
+        return wanted if plan is None else plan.outer
+    raise PlanMismatchError(
+        f"the plan's outer method is {plan.outer or 'none'}",
+        why=f"outer={str(wanted)!r} is passed",
+        todo="omit outer, or plan again",
+    )
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
