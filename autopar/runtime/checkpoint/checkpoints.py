@@ -26,6 +26,7 @@ from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving
 from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
@@ -201,7 +202,11 @@ class Checkpoints:
             "random": random_state_text(torch.get_rng_state()),
             "under_way": streams,
         }
-        return Snapshot([*parts, *states, *under_way], optimizer, details)
+        everything = [*parts, *states, *residual_parts(holder.held), *under_way]
+        if holder.apart is not None:
+            everything = holder.apart.saved(everything)
+            details["outer"] = encode(holder.apart.details(), "the rounds")
+        return Snapshot(everything, optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
         """Returns a group of all ranks for objects and host memory, None for a single process."""
@@ -272,13 +277,16 @@ class Checkpoints:
             read: fills the parts that this rank wants.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
-        states: list[OptimizerState] = []
+        states: list[OptimizerState | Residuals] = []
         under_way = room_for_parts(self.holder, index)
 
         def wanted() -> list[Part]:
-            states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
-            own = self._parts(index, matches, "model.")
-            return [*own, *self._averages(index, matches), *states[0].parts, *under_way]
+            held, apart = self.holder.held, self.holder.apart
+            states.append(OptimizerState(self.holder.update.optimizer, held, index))
+            states.append(Residuals(held, index))
+            own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
+            everything = [*own, *(part for state in states for part in state.parts), *under_way]
+            return everything if apart is None else apart.wanted(everything, index)
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -288,6 +296,9 @@ class Checkpoints:
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
+        if self.holder.apart is not None:
+            with _taking("the rounds"):
+                self.holder.apart.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
             with _taking("what was under way"):
@@ -302,6 +313,9 @@ class Checkpoints:
             self.holder.drain()
             self._load_weights(source, rename)
             self.holder.update.restart()
+            if self.holder.apart is not None:
+                self.holder.apart.take(None)
+            forget(self.holder.held)
 
     def _load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]

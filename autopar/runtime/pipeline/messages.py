@@ -58,7 +58,7 @@ class Wires:
     """
 
     def __init__(self, peers: Peers, alone: bool = False) -> None:
-        ranks = tuple(range(peers.world))
+        ranks = peers.ranks
         self._leases = [
             peers.own(purpose) if alone else peers.shared(purpose, [ranks])
             for purpose in ("up", "down")
