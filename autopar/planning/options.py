@@ -23,11 +23,8 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
-<<<<<<< HEAD
-from autopar.operators.expert_load import ExpertLoad
-=======
 from autopar.ir.update import ADAMW, Update
->>>>>>> main
+from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import StagePlan
