@@ -18,7 +18,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.expert_load import LOAD, imbalance
+from autopar.operators.dispatch import arrivals
+from autopar.operators.expert_load import LOAD, part_shares
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
@@ -75,7 +76,7 @@ def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
         (dim,) = form.dims(node, types)
         more += (("size", types[form.operand].shape[dim]),)
     if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
-        more += (("over", _one(over)),)
+        more += (("over", over[0] if len(over) == 1 else tuple((axis,) for axis in over)),)
     return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
@@ -116,21 +117,27 @@ def exchanged(
 def _dispatch(
     node: Node, types: Types, operands: Layouts, mesh: Mesh
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns the all_to_all of rows to their experts and back, and that of their numbers.
+    """Returns the all_to_all of tokens to their experts and back, and that of their numbers.
 
-    Every device has as many tokens as the others; the busiest receives most of their rows.
+    Every device has as many tokens as the others; the busiest one's experts set the pace.
     """
     over = dispatch_axes(node, operands)
     if not over:
         return (), ()
     kinds, layouts = by_name(node, types), by_name(node, operands)
-    rows = TensorType(kinds["x"].dtype, (kinds["ids"].numel, kinds["x"].shape[-1]))
-    tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
-    local = Layout((tokens, ())).local_bytes(rows, mesh)
-    counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
-    busiest = math.ceil(local * imbalance(node, kinds["up"], layouts["up"], mesh))
-    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (busiest, counts))
-    return (known, there, there), (there, there) if node.requires_grad else ()
+    x, (k, weight) = kinds["x"], (kinds["ids"].shape[-1], DTYPE_BYTES[kinds["weights"].dtype])
+    tokens = math.prod(layouts["ids"].local_shape(kinds["ids"].shape, mesh)[:-1])
+    row = x.shape[-1] * DTYPE_BYTES[x.dtype]
+    parts, calls, back = part_shares(node, kinds["up"], layouts["up"], mesh), [], []
+    for at, stage in enumerate(over):
+        rows = tokens * arrivals(kinds["up"].shape[0], parts(over[: at + 1]), k)
+        devices = mesh.axis_size(stage)
+        there = row + k * (weight + DTYPE_BYTES["i64"])
+        calls += [Collective("all_to_all", (stage,), devices * DTYPE_BYTES["i64"])]
+        calls += [Collective("all_to_all", (stage,), math.ceil(rows * there))]
+        back += [Collective("all_to_all", (stage,), math.ceil(rows * row))]
+    gradients = (*back, *(call for call in calls[1::2][::-1]))
+    return (*calls, *back[::-1]), gradients if node.requires_grad else ()
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -89,7 +89,7 @@ def mixture(
     Args:
         experts: the experts.
         x: tokens, [..., width].
-        ids: the experts of every token, [..., k], from 0 up to `size`.
+        ids: the experts of every token, [..., k], from 0 up to `size`, or -1 for none.
         weights: weights of every token's experts, [..., k].
         first, size: the first local expert and the total number; by default all are local.
         kernels: whether kernels gather, weight and sum rows, in at least float32.
