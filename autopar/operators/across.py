@@ -12,8 +12,9 @@ Generated programs and the proofs of the rules run the same code, on different `
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,20 @@ from torch import Tensor
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.operators.dispatch import Hop, dispatched, takers
+from autopar.operators.forms import method
 from autopar.operators.mixture import Biases, Experts, mixture
-from autopar.operators.peer_devices import Peers, cross_entropy, halo, softmax, summed, widened
+from autopar.operators.peer_devices import (
+    Axes,
+    Peers,
+    cross_entropy,
+    halo,
+    softmax,
+    summed,
+    widened,
+)
 
-Axes = str | tuple[str, ...]
+__all__ = ["CHUNK", "Across", "Axes"]
+
 Stages = tuple[tuple[str, ...], ...]
 CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
@@ -40,6 +51,15 @@ class Across(ABC):
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
         """Returns the devices along one axis or several, outermost first."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns the method of a form (see `forms/`), bound to this object."""
+            run = None if name.startswith("_") else method(name)
+            if run is None:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return functools.partial(run, self)
 
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int

@@ -251,7 +251,7 @@ def _work(line: Compute, graph: Graph, plan: StagePlan, table: dict[str, OpRule]
     """Prices an operator in the layouts in which its line computes it."""
     node, types, rule = line.node, operand_types(graph, line.node), table.get(line.node.op)
     signature = resolve(rule, node, types, node.types) if rule is not None else None
-    return node_work(graph, node, line.into, line.out, signature, plan.mesh)
+    return node_work(graph, node, line.into, line.out, signature, plan.mesh, line.form)
 
 
 def _line(node: Node) -> str:
