@@ -23,9 +23,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout
-from autopar.operators.mixture import Experts, mixture
+from autopar.ir.tensor import DTYPE_BYTES, Layout
+from autopar.operators.expert_load import part_shares
+from autopar.operators.form import Calls, Part
+from autopar.operators.mixture import Experts, by_name, mixture
 from autopar.operators.peer_devices import Peers, travelled
 
 ABSENT = -1  # the expert of a place whose expert is elsewhere
@@ -113,6 +116,33 @@ def dispatched(
     (back,) = travelled((sums,), takes, sends, peers)
     total = back.new_zeros(flat.shape).index_put_((token,), back, accumulate=True)
     return total.view(x.shape)
+
+
+def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
+    """Returns the all_to_all of tokens to their experts and back, and those of their numbers.
+
+    Every device has as many tokens as the others; the busiest one's experts set the pace.
+
+    Args:
+        part: a mixture in layouts.
+        hops: the axes of each hop; none if no axis splits tokens and experts.
+    """
+    named = by_name(part.node, range(len(part.types)))
+    x, ids, weights = (part.operand(named[name]) for name in ("x", "ids", "weights"))
+    k, row = ids.shape[-1], x.shape[-1] * DTYPE_BYTES[x.dtype]
+    there = row + k * (DTYPE_BYTES[weights.dtype] + DTYPE_BYTES[ids.dtype])
+    up, layout = part.types[named["up"]], part.operands[named["up"]]
+    shares = part_shares(part.node, up, layout, part.mesh)
+    forward: list[Collective] = []
+    back: list[Collective] = []
+    for at, axes in enumerate(hops):
+        passed = tuple(axis for hop in hops[: at + 1] for axis in hop)
+        rows = math.prod(ids.shape[:-1]) * arrivals(up.shape[0], shares(passed), k)
+        numbers = part.ways(axes) * DTYPE_BYTES["i64"]
+        sizes = (numbers, math.ceil(rows * there))
+        forward += (Collective("all_to_all", axes, nbytes) for nbytes in sizes)
+        back.insert(0, Collective("all_to_all", axes, math.ceil(rows * row)))
+    return (*forward, *back), (*back[::-1], *forward[1::2][::-1])
 
 
 def arrivals(experts: int, parts: Sequence[float], k: int) -> float:

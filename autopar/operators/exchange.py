@@ -18,11 +18,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.dispatch import arrivals
-from autopar.operators.expert_load import LOAD, part_shares
+from autopar.operators.dispatch import dispatch_messages
+from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
+from autopar.operators.mixture import MIXTURE, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -102,7 +102,9 @@ def exchanged(
     if look is None or not axes:
         return (), ()
     if node.op == MIXTURE:
-        return _dispatch(node, types, operands, mesh)
+        hops = tuple((axis,) for axis in dispatch_axes(node, operands))
+        forward, backward = dispatch_messages(Part(node, types, operands, mesh), hops)
+        return forward, backward if node.requires_grad else ()
     if look.method == "linear_cross_entropy":
         return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
     looked = look.dims(node, types)
@@ -123,32 +125,6 @@ def exchanged(
         most, sums = calls[0]
         calls[0] = (most, replace(sums, nbytes=sums.nbytes // 2 * 3))
     return calls[0], calls[1] if node.requires_grad else ()
-
-
-def _dispatch(
-    node: Node, types: Types, operands: Layouts, mesh: Mesh
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns the all_to_all of tokens to their experts and back, and that of their numbers.
-
-    Every device has as many tokens as the others; the busiest one's experts set the pace.
-    """
-    over = dispatch_axes(node, operands)
-    if not over:
-        return (), ()
-    kinds, layouts = by_name(node, types), by_name(node, operands)
-    x, (k, weight) = kinds["x"], (kinds["ids"].shape[-1], DTYPE_BYTES[kinds["weights"].dtype])
-    tokens = math.prod(layouts["ids"].local_shape(kinds["ids"].shape, mesh)[:-1])
-    row = x.shape[-1] * DTYPE_BYTES[x.dtype]
-    parts, calls, back = part_shares(node, kinds["up"], layouts["up"], mesh), [], []
-    for at, stage in enumerate(over):
-        rows = tokens * arrivals(kinds["up"].shape[0], parts(over[: at + 1]), k)
-        devices = mesh.axis_size(stage)
-        there = row + k * (weight + DTYPE_BYTES["i64"])
-        calls += [Collective("all_to_all", (stage,), devices * DTYPE_BYTES["i64"])]
-        calls += [Collective("all_to_all", (stage,), math.ceil(rows * there))]
-        back += [Collective("all_to_all", (stage,), math.ceil(rows * row))]
-    gradients = (*back, *(call for call in calls[1::2][::-1]))
-    return (*calls, *back[::-1]), gradients if node.requires_grad else ()
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -159,6 +159,18 @@ def by_name(node: Node, values: Sequence[_Value]) -> dict[str, _Value]:
     return dict(zip(given, values, strict=True))
 
 
+_TERMS = {
+    "gate": "e f d!", "up": "e f d!", "down": "e d! f", "x": "... d!", "ids": "... k!",
+    "weights": "... k!", "gate_bias": "e f", "up_bias": "e f", "down_bias": "+e d!",
+}  # fmt: skip
+
+
+def factors(node: Node) -> str:
+    """Returns the factor string of a mixture, in the notation of `intra_op/rule.py`."""
+    terms = (_TERMS[name] for name in by_name(node, node.inputs))
+    return f"{', '.join(terms)} -> ... d!"
+
+
 def dispatch_axes(node: Node, into: Sequence[Layout]) -> tuple[str, ...]:
     """Returns the axes that split both the experts and the tokens of a mixture's operands."""
     named = by_name(node, into)
