@@ -84,7 +84,7 @@ def train(found: dict[str, Captured], ways: tuple[str, ...]) -> dict[tuple[str, 
             mesh, _ = WAYS[way]
             model, batch = mixture(name)
             with (
-                patch.object(compiler, "capture_call", lambda *_, c=captured: c),
+                patch.object(compiler, "capture_parts", lambda *_, c=captured: c),
                 only(way),
             ):
                 program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)

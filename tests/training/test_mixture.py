@@ -132,7 +132,7 @@ def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     for name in FUSED if fuse else SPLITS:
         mesh, pins, _ = SPLITS[name]
         model, batch = make(MODEL)
-        with patch.object(compiler, "capture_call", lambda *_: found):
+        with patch.object(compiler, "capture_parts", lambda *_: found):
             program = autopar.compile(
                 model, mesh, optimizer=sgd, example_inputs=batch, pins=pins, fuse=fuse
             )
