@@ -15,7 +15,6 @@ from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
@@ -45,7 +44,6 @@ class Compiler:
     def __post_init__(self) -> None:
         if self.outer is not None:
             self.outer.check(self.mesh)
-            method_of(self.outer)
 
     @property
     def is_pipeline(self) -> bool:

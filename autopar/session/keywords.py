@@ -36,6 +36,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
 from autopar.planning.options import AUTO, Options
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -270,7 +271,8 @@ def planning_options(
     said = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
     rules, precision = said["rules"], _precision(plan, said["precision"], said["gradients"])
-    trained = training(model, optimizer, given)
+    trained, outer = training(model, optimizer, given), outer_of(given, plan)
+    update = observed(optimizer, trained.options, trained.ema is not None)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
@@ -282,7 +284,7 @@ def planning_options(
         fuse=fuse,
         offload=said["offload"] or "none",
         collectives=_collectives(plan, said["collectives"]),
-        update=observed(optimizer, trained.options, trained.ema is not None),
+        update=update if outer is None else method_of(outer).beside(update),
     )
 
 

@@ -64,13 +64,9 @@ class LocalUpdates:
         self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
         self._intake = Intake({}, self._device, everyone.everyone)
-        self._own = program.watch
         self.apart = ReplicaState(self)
-        if outer.on_loss == "continue":
-            self.watch = program.watch
-        else:
-            self.watch = Watch.over(range(mesh.size))
-            self.watch.start()
+        self.watch = Watch.over(range(mesh.size))
+        self.watch.start()
         if program.loaded:
             self._alike()
         apart = _copied(program) if isinstance(program, Pipeline) else frozenset()
@@ -286,8 +282,7 @@ class LocalUpdates:
         try:
             self.rounds.settle()
         finally:
-            if self.watch is not self._own:
-                self.watch.close()
+            self.watch.close()
             self.program.close()
             self._lease.close()
 
