@@ -6,12 +6,12 @@ Every function returns an `Outer`, which also has a text: "co2 over node, tau=au
 in `autopar/runtime/outer/methods/`, one file each. A method of your own is used by its text.
 
 Each takes the `axis` (or a tuple of axes) along which replicas are independent, `tau`, the steps of
-a round ("auto", a number or a schedule, see `autopar.ir.tau`).
+a round ("auto", a number or a schedule, see `autopar.ir.replicas.tau`).
 """
 
 from __future__ import annotations
 
-from autopar.ir.outer import Outer as Outer
+from autopar.ir.replicas.outer_value import Outer as Outer
 
 Axes = str | tuple[str, ...]
 Steps = int | str
@@ -33,7 +33,7 @@ def post_local(axis: Axes, tau: int, after: int) -> Outer:
 def adaptive(axis: Axes, tau: int, by: str = "loss") -> Outer:
     """LocalSGD with fewer steps as the loss falls (`by="loss"`), or with more (`by="1/loss"`).
 
-    See `autopar.ir.tau` for both rules and their sources.
+    See `autopar.ir.replicas.tau` for both rules and their sources.
     """
     return Outer.of("local", axis, f"{tau} by {by}")
 

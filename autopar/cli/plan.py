@@ -28,14 +28,14 @@ from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
+from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
 from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.local_rounds import rounds_of
+from autopar.planning.local_rounds import Rounds, rounds_of
 from autopar.planning.options import AUTO, Options
 from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
@@ -244,15 +244,12 @@ def command(
         rounds = way and rounds_of(graph, best, way, method_of(way), devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
-        more = {} if rounds is None else {"outer": str(way), "rounds": asdict(rounds.price)}
-        limits = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **limits, **more})
+        more = {"memory_limit": best.limit, "whole": explanation.whole}
+        print_json({**_plan_json(plan), **more, **_rounds_json(rounds)})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
         print_out(*render_fused(best.fused))
-        say(_solver_line(best))
-        if rounds is not None:
-            say(rounds.text())
+        say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
         _warn_whole(explanation)
     if output is not None:
         plan.save(output)
@@ -337,6 +334,10 @@ def _plan_json(plan: Plan) -> dict[str, object]:
         "solver": stage.solver.table(),
         "layouts": {name: str(node) for name, node in stage.nodes.items()},
     }
+
+
+def _rounds_json(rounds: Rounds | None) -> dict[str, object]:
+    return {} if rounds is None else {"outer": str(rounds.outer), "rounds": asdict(rounds.price)}
 
 
 def _solver_line(plan: StagePlan) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.local_updates import RoundPrice, round_price
 from autopar.cost.model import AnalyticModel
+from autopar.cost.round_price import RoundPrice, round_price
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
 from autopar.runtime.outer.method import Method
 from autopar.stage_plan import StagePlan
@@ -43,8 +43,8 @@ class Rounds:
             f"{self.outer}: {self.replicas} replicas, rounds of {price.tau} steps of "
             f"{1e3 * price.step_seconds:.4g} ms; {format_bytes(self.shard_bytes)} of each device "
             f"synchronise in {1e3 * price.sync_seconds:.4g} ms {where}, of which "
-            f"{1e3 * price.exposed_seconds:.4g} ms a step are exposed: {100 * price.efficiency:.3g} "
-            f"% of the throughput of replicas that never do. "
+            f"{1e3 * price.exposed_seconds:.4g} ms a step are exposed: "
+            f"{100 * price.efficiency:.3g} % of the throughput of replicas that never do. "
             f"It keeps {format_bytes(self.state_bytes)} more on a device. "
             f"What changes: {self.changes}."
         )

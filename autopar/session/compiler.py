@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options

@@ -10,8 +10,8 @@ import torch
 
 import autopar
 from autopar.errors import OptionError
-from autopar.ir.outer import Outer
-from autopar.ir.tau import Tau
+from autopar.ir.replicas.outer_value import Outer
+from autopar.ir.replicas.tau import Tau
 from autopar.ir.update import ADAMW
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.methods import method_of, methods

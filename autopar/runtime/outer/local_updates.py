@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.batches import Intake
 from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.executor import Executor

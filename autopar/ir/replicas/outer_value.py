@@ -16,7 +16,7 @@ from typing import Any
 
 from autopar.errors import OptionError
 from autopar.ir.mesh import Mesh
-from autopar.ir.tau import AUTO, Tau
+from autopar.ir.replicas.tau import AUTO, Tau
 
 _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 _FORM = 'write e.g. "co2 over node, tau=12"'
@@ -29,7 +29,7 @@ class Outer:
     Attributes:
         method: its name.
         axes: the independent axes of the mesh, outermost first.
-        tau: steps of a round; see `autopar.ir.tau`.
+        tau: steps of a round; see `autopar.ir.replicas.tau`.
         options: of the method, by name, as texts.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.local_updates import round_price
+from autopar.cost.round_price import round_price
 from autopar.errors import CostError
 
 FACTS = json.loads((Path("benchmarks") / "published.json").read_text())["co2"]["rows"]
