@@ -121,6 +121,11 @@ from autopar.stage_plan import StagePlan
     "'co2 over node, tau=12'. Every replica takes its part of the batch.",
 )
 @click.option(
+    "--expert-load",
+    metavar="LOAD",
+    help="How often experts are chosen, for prices: equal (the default), 'zipf 0.8', or shares.",
+)
+@click.option(
     "--fuse/--no-fuse",
     default=None,
     help="Whether to replace groups of operators by fused kernels.",
@@ -173,6 +178,7 @@ def command(
     offload: str | None,
     collectives: str | None,
     outer: str | None,
+    expert_load: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
     as_frontier: bool,
@@ -208,6 +214,7 @@ def command(
         "recompute": recompute,
         "offload": offload,
         "collectives": _algorithms(collectives),
+        "expert_load": expert_load,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": None if global_batch is None else "auto",

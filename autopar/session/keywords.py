@@ -35,7 +35,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
@@ -116,6 +116,11 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
+            along other axes pass the same part. See `Session.data_rank`.
+        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
         outer: how replicas along independent axes of the mesh, which train apart, synchronise:
             `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node, tau=12"; see
             `autopar/outer.py`. That changes what is computed. Every replica takes its part of a
@@ -142,6 +147,8 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
+    expert_load: str
     outer: Outer | str | None
     trace: str | Path | None
 
@@ -164,6 +171,9 @@ class TrainKeywords(AverageKeywords, total=False):
             saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
+        shapes: for how many shapes of batches programs are compiled, as they come, over the same
+            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -171,6 +181,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -207,10 +218,13 @@ _CHECKS: dict[str, Check] = {
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "expert_load": Text(2**20),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
@@ -218,8 +232,9 @@ DEFAULTS: CompileKeywords = {
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
-    "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False, "outer": None,
+    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
+    "batches": GLOBAL, "outer": None,
 }  # fmt: skip
 
 
@@ -276,6 +291,7 @@ def planning_options(
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "expert_load",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},
@@ -283,6 +299,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        batches=_batches(plan, said["batches"]),
         collectives=_collectives(plan, said["collectives"]),
         update=update if outer is None else method_of(outer).beside(update),
     )
@@ -298,7 +315,7 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"])
+    return Running(said["backend"], said["cuda_graph"], said["shapes"])
 
 
 def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
@@ -330,6 +347,20 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
             todo="leave out collectives, or plan again",
         )
     return said
+
+
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Returns who passes what of a batch: what a plan records, or what is wanted without one."""
+    if plan is None:
+        return wanted
+    recorded = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, recorded):
+        raise PlanMismatchError(
+            f"the plan is for {recorded} batches",
+            why=f"batches={wanted!r} is asked for",
+            todo="leave out batches, or plan again",
+        )
+    return recorded
 
 
 def _precision(

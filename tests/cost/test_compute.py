@@ -1,4 +1,4 @@
-"""The roofline, the table of devices, and devices that are described or unknown."""
+"""The roofline, the table of devices, and custom or unknown devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.attention import NAMES
+from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import gemm_seconds, kernel_seconds
 from autopar.cost.device import DTYPES, Device, device, devices
 from autopar.cost.model import AnalyticModel, Gemm, Work
@@ -210,7 +210,7 @@ def test_every_device_has_all_keys_and_a_source() -> None:
     tables = tomllib.loads(text)
     assert {"V100", "A100-40", "A100-80", "H100", "H100-96", "H200", "B200", "cpu"} <= set(tables)
     wanted = {field.name for field in dataclasses.fields(Device)}
-    wanted -= {"name", "products", "attention"}
+    wanted -= {"name", "products", "attention", "links"}
     for name, table in tables.items():
         assert set(table) == wanted, name
         assert set(table["peak"]) == set(DTYPES), name

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
+from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.runtime.checkpoint.boxes import Box, box_of
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES, decode, encode
+from autopar.runtime.communication.compressed import Memory
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.ranks.failure import Watch
@@ -43,6 +45,8 @@ class Held:
         first: whether this rank's stage saves it; another stage of a pipeline may have a copy.
         average: the average of `updated`, if there is one.
         dealt: set if one rank updates the parameter for all.
+        hops: its collectives in a step.
+        memory: what compressed reductions keep of it; None if there are none.
     """
 
     parameter: Parameter
@@ -52,6 +56,12 @@ class Held:
     first: bool = True
     average: Tensor | None = None
     dealt: Dealt | None = None
+    hops: tuple[Hop, ...] = ()
+    memory: Memory | None = None
+
+    def path(self, when: str) -> tuple[Hop, ...]:
+        """Returns its collectives at one time of a step."""
+        return tuple(hop for hop in self.hops if hop.when == when)
 
     @property
     def name(self) -> str:
@@ -136,6 +146,19 @@ class Holder(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of the state of all ranks, by name."""
 
+    @property
+    def streams(self) -> str:
+        """A fingerprint of a program that has work under way between two steps, else ""."""
+
+    def drain(self) -> None:
+        """Ends what is under way."""
+
+    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
+        """What is under way: a record of bytes, and tensors; None for nothing."""
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Goes on with what was under way in a program of the same fingerprint."""
+
     def refresh(self) -> None:
         """Rounds stored parameters again from their masters."""
 
@@ -166,8 +189,12 @@ def held_of(
             first is None or parameter.name in first,
             update.averages.get(id(own)),
             dealt.get(id(own)),
+            weight.hops,
+            weight.memory if any(hop.residual for hop in weight.hops) else None,
         )
-        for parameter, tensor, own in zip(state.parameters, tensors, weights.updated, strict=True)
+        for parameter, tensor, own, weight in zip(
+            state.parameters, tensors, weights.updated, weights.all, strict=True
+        )
     ]
 
 

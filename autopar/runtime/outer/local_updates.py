@@ -6,7 +6,7 @@ outer method brings their parameters together. A step communicates inside the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,10 @@ from torch.optim import Optimizer
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
-from autopar.runtime.batches import Intake
+from autopar.ir.tensor import Layout, TensorType
+from autopar.runtime.calls.batches import Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part
 from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.buckets import buckets_of
@@ -28,8 +31,12 @@ from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Lease, Peers
+from autopar.runtime.runtime import typed
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.update.update import Update
+
+Step = Callable[[Mapping[str, Tensor]], Tensor]
+Forward = Callable[[Mapping[str, Tensor]], Evaluated]
 
 
 class LocalUpdates:
@@ -40,6 +47,7 @@ class LocalUpdates:
         outer: how replicas synchronise.
         mesh: all devices.
         peers: of the replica; see `Peers.within`.
+        sliced: whether every rank passes the batch of all replicas, or else its own part.
 
     Attributes:
         replicas: their number.
@@ -51,8 +59,14 @@ class LocalUpdates:
     watch: Watch
 
     def __init__(
-        self, program: Executor | Pipeline, outer: Outer, mesh: Mesh, peers: Peers
+        self,
+        program: Executor | Pipeline,
+        outer: Outer,
+        mesh: Mesh,
+        peers: Peers,
+        sliced: bool = True,
     ) -> None:
+        self._sliced = sliced
         self.program, self.outer, self.mesh, self.peers = program, outer, mesh, peers
         self.replicas = outer.count(mesh)
         self.method = method_of(outer)
@@ -63,7 +77,7 @@ class LocalUpdates:
         self._channel = self._lease.channels[own] if len(groups[own]) > 1 else None
         self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
-        self._intake = Intake({}, self._device, everyone.everyone)
+        self._intake = Intake(self._device, everyone.everyone)
         self.apart = ReplicaState(self)
         self.watch = Watch.over(range(mesh.size))
         self.watch.start()
@@ -118,8 +132,12 @@ class LocalUpdates:
 
     # One step ------------------------------------------------------------------------------------
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Mapping[str, Tensor], step: Step | None = None) -> Tensor:
         """Makes a local step on this replica's part of a batch, and synchronises if it is due.
+
+        Args:
+            batch: the tensors by name.
+            step: the replica's own step, by default of its first program.
 
         Returns:
             The replica's loss, a scalar, alike on its ranks. `report.loss` is the mean over
@@ -130,13 +148,15 @@ class LocalUpdates:
             AutoparError: as `Executor.step`; a fault of one replica is a RankFailedError elsewhere.
         """
         with self.watch:
-            loss = self.program.step(self._part(batch))
+            loss = (step or self.program.step)(self._part(batch))
             with self.peers.recorder.part(PHASE, "synchronisation"):
                 self.rounds.step(loss, float(self.optimizer.param_groups[0]["lr"]))
         return loss
 
     def _part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns this replica's rows of every tensor; scalars belong to all."""
+        if not self._sliced:
+            return dict(batch)
         return {name: self._rows(name, value) for name, value in batch.items()}
 
     def _rows(self, name: str, value: Tensor) -> Tensor:
@@ -195,7 +215,24 @@ class LocalUpdates:
     def loaded(self, value: bool) -> None:
         self.program.loaded = value
 
-    def meet(self, call: str) -> None:
+    streams = ""  # what is under way in a replica ends before a checkpoint
+
+    def settle(self) -> None:
+        """As `Executor.settle`."""
+        self.program.settle()
+
+    def drain(self) -> None:
+        """As `Executor.drain`."""
+        self.program.drain()
+
+    def under_way(self) -> None:
+        """Ends what is under way; a checkpoint then needs nothing of it."""
+        self.program.drain()
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Never called, since nothing under way is saved."""
+
+    def meet(self, call: str, drain: bool = True) -> None:
         """Compares a call with those of all ranks, and ends the steps before it."""
         with self.watch:
             self._intake.meet(f"{call} after step {self.rounds.steps}")
@@ -205,17 +242,57 @@ class LocalUpdates:
     # All replicas together -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the outputs by name, whole and on every rank, of the parameters they agree on.
+    def forward(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> Evaluated:
+        """Runs a forward with the parameters that the replicas agree on; changes nothing.
 
         Every replica computes its part of the batch. Outputs stand in a row along their first
         dimension; of scalars it is the mean.
+
+        Args:
+            batch: the tensors by name.
+            forward: the replica's own forward, by default of its first program.
         """
         with self.watch:
             part = self._part(batch)
             with self.together():
-                outputs = self.program.forward(part)
-            return {name: self._joined(value) for name, value in outputs.items()}
+                own = (forward or self.program.forward)(part)
+            shards = {n: v if v.dim() else self._joined(v) for n, v in own.shards.items()}
+
+        def gather() -> dict[str, Tensor]:
+            with self.watch, torch.no_grad():
+                return {name: self._joined(value) for name, value in own.gather().items()}
+
+        return Evaluated(shards, {n: self._whole(t) for n, t in own.layouts.items()}, gather)
+
+    def _whole(self, text: str) -> str:
+        """Returns the layout of an output of all replicas, given that of one replica's."""
+        dtype, shape, layout = typed(text)
+        if not shape:
+            return text
+        dims = ((*self.outer.axes, *layout.dims[0]), *layout.dims[1:])
+        whole = Layout(dims, layout.partial, layout.varying)
+        return f"{dtype}{whole.format((shape[0] * self.replicas, *shape[1:]))}"
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        own = self.program.part
+        if self._sliced:
+            return own
+        return Part(self.index * own.world + own.rank, self.replicas * own.world)
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The types of the inputs that this rank passes, by name."""
+        return self.types_of(self.program.types)
+
+    def types_of(self, types: Mapping[str, str]) -> Mapping[str, str]:
+        """Returns the types of the inputs that a rank passes, given those of a replica."""
+        if not self._sliced:
+            return types
+        own = {name: TensorType.parse(text) for name, text in types.items()}
+        shapes = {n: (t.shape[0] * self.replicas, *t.shape[1:]) for n, t in own.items() if t.shape}
+        return {n: str(TensorType(t.dtype, shapes.get(n, ()))) for n, t in own.items()}
 
     def _joined(self, value: Tensor) -> Tensor:
         if self._channel is None:

@@ -16,6 +16,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autopar.runtime import torch_private
 from autopar.runtime.ranks.channel import Channel
@@ -93,6 +94,14 @@ class Peers:
             _OF_DEFAULT_GROUP[whole] = cls(whole)
         return _OF_DEFAULT_GROUP[whole]
 
+    def from_rank(self, rank: int, value: Tensor) -> Tensor:
+        """Returns what `rank` holds; every process calls it with a tensor of that type."""
+        if self.everyone is None:
+            return value
+        value = value.contiguous()
+        self.everyone.broadcast(value, rank)
+        return value
+
     def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
         """Returns channels of groups of ranks; every process must ask for them at the same point.
 
@@ -128,8 +137,13 @@ class Peers:
         """
         return _Replica(self, replicas)
 
-    def own(self, purpose: str, backend: str) -> Lease:
-        """Returns an unshared channel of all processes, for use in a thread."""
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
+        """Returns an unshared channel of all processes, for what goes on beside other programs.
+
+        Args:
+            purpose: name in records.
+            backend: of torch; None for the default.
+        """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
@@ -203,7 +217,7 @@ class _Replica(Peers):
             lease.channels = lease.channels[first : first + len(groups)]
         return lease
 
-    def own(self, purpose: str, backend: str) -> Lease:
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
         return self._around.own(purpose, backend)
 
 

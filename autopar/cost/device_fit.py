@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
-from autopar.cost.attention import NAMES
+from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import Device
-from autopar.cost.tables import Attention, Products
+from autopar.cost.kernel_tables import Attention, Products
 from autopar.cost.work import Gemm, Work
 from autopar.errors import CostError
 
@@ -117,7 +118,8 @@ def fit_products(device: Device, measured: Iterable[Sample]) -> tuple[Products, 
     start = replace(device.products, tile_rows=0, tile_columns=0)
 
     def made(values: Sequence[float]) -> Device:
-        table = replace(start, **dict(zip(_PRODUCTS, values[1:], strict=True)))
+        constants: dict[str, Any] = dict(zip(_PRODUCTS, values[1:], strict=True))
+        table = replace(start, **constants)
         table = replace(table, memory_small=min(table.memory_small, table.memory))
         return replace(device, launch=values[0], products=table)
 
@@ -132,8 +134,8 @@ def fit_attention(device: Device, measured: Iterable[Sample]) -> Attention:
     """Returns the constants of fused attention for a device; raises as `fit_products`."""
 
     def made(values: Sequence[float]) -> Device:
-        table = replace(device.attention, **dict(zip(_ATTENTION, values, strict=True)))
-        return replace(device, attention=table)
+        constants: dict[str, Any] = dict(zip(_ATTENTION, values, strict=True))
+        return replace(device, attention=replace(device.attention, **constants))
 
     limits = [top for top, _ in _ATTENTION.values()]
     begin = [getattr(device.attention, name) or v for name, (_, v) in _ATTENTION.items()]
