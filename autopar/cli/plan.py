@@ -248,11 +248,11 @@ def command(
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         plan = Plan.of(best, spec).under(way, devices)
-        rounds = way and rounds_of(graph, best, way, method_of(way), devices)
+        rounds = None if way is None else rounds_of(graph, best, way, method_of(way), devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
-        more = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **more, **_rounds_json(rounds)})
+        limits = {"memory_limit": best.limit, "whole": explanation.whole}
+        print_json({**_plan_json(plan), **limits, **_rounds_json(rounds)})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
         print_out(*render_fused(best.fused))
