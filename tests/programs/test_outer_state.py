@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import autopar
-from autopar.errors import NonFiniteError
+from autopar.errors import NonFiniteError, ProgramError
 from tests.programs.test_outer import METHODS, OPTIMIZERS, batch, loss, model
 from tests.support.ranks import run_ranks
 
@@ -82,8 +82,15 @@ def bytes_of(cases: list[str]) -> list[tuple[float, float, str]]:
         kept = sum(t.nbytes for bucket in buckets for t in bucket.states.values())
         kept += sum(bucket.message.nbytes for bucket in buckets if bucket.message is not None)
         one = sum(p.nbytes for p in session._executor.program.weights.trained)
-        found.append((kept, one, session.plan.to_toml()))
+        text, losses = session.plan.to_toml(), [session.step(**batch(5)).item()]
+        found.append((kept, one, text))
+        with pytest.raises(ProgramError, match="replicas that train apart"):
+            session.save("nowhere")
         session.close()
+        again = session_of(None, "cpu: node=2, gpu=1", plan=autopar.Plan.from_toml(text))
+        losses += [again.step(**batch(step)).item() for step in range(6)][5:]
+        assert losses[0] == losses[1]
+        again.close()
     return found
 
 

@@ -304,7 +304,7 @@ class LocalUpdates:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, all replicas hold the parameters that `outer.evaluate` names."""
+        """Inside, all replicas hold the parameters that they agree on."""
         self.rounds.settle()
         buckets = self.rounds.buckets
         kept = [bucket.values() for bucket in buckets]
