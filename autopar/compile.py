@@ -19,7 +19,6 @@ from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
@@ -67,7 +66,6 @@ def plan(
     call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
     if outer is None:
         return plan_model(call, devices, asked, Trace(asked.trace))
-    method_of(outer)
     outer.check(devices)
     part, inside = call, outer.within(devices)
     if asked.batches == GLOBAL:

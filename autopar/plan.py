@@ -34,8 +34,8 @@ from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
+from autopar.ir.replicas.outer_value import Outer
 from autopar.plan_entries import (
     UNNAMED,
     UNPREDICTED,

@@ -30,6 +30,7 @@ _COMPILED = "compiled code takes flat arrays"
 _OPERATOR = "the operands of an operator"
 _PLANNING = "its parameters become one value"
 MANY_PARAMETERS = {
+    "autopar.runtime.pipeline.pipeline:Pipeline.__init__": "a program, its values and its ranks",
     "autopar.cli.diff:command": _COMMAND,
     "autopar.cli.explain:command": _COMMAND,
     "autopar.cli.plan:command": _COMMAND,

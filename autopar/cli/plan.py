@@ -22,22 +22,26 @@ from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.explain import explained
 from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
-from autopar.errors import ProgramError
+from autopar.errors import OptionError, ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
+from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
+from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
+from autopar.planning.local_rounds import Rounds, rounds_of
 from autopar.planning.options import AUTO, Options
 from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.processes import as_mesh
 from autopar.stage_plan import StagePlan
 
@@ -111,6 +115,12 @@ from autopar.stage_plan import StagePlan
     "gpu from 65536: 2d_torus'. Default: those of NCCL or gloo.",
 )
 @click.option(
+    "--outer",
+    metavar="HOW",
+    help="Train replicas apart along axes of the mesh, and synchronise them by this method: "
+    "'co2 over node, tau=12'. Every replica takes its part of the batch.",
+)
+@click.option(
     "--expert-load",
     metavar="LOAD",
     help="How often experts are chosen, for prices: equal (the default), 'zipf 0.8', or shares.",
@@ -167,6 +177,7 @@ def command(
     recompute: str | None,
     offload: str | None,
     collectives: str | None,
+    outer: str | None,
     expert_load: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
@@ -192,7 +203,8 @@ def command(
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
-    mesh = as_mesh(mesh_text)
+    devices, way = as_mesh(mesh_text), Outer.read(outer)
+    mesh, batch = _replica(devices, way, batch, global_batch)
     before = Plan.load(source).stage if source else None
     limit = device(mesh).usable if before is None else min(before.limit, device(mesh).usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
@@ -208,6 +220,7 @@ def command(
         "stages": None if global_batch is None else "auto",
         "global_batch": global_batch,
         "allow": allow,
+        "update": None if way is None else method_of(way).beside(ADAMW),
     }
     options = replace(
         Options() if before is None else Options.like(before),
@@ -234,19 +247,38 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        plan = Plan.of(best, spec)
+        plan = Plan.of(best, spec).under(way, devices)
+        rounds = None if way is None else rounds_of(graph, best, way, method_of(way), devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
-        print_json({**_plan_json(plan), "memory_limit": best.limit, "whole": explanation.whole})
+        limits = {"memory_limit": best.limit, "whole": explanation.whole}
+        print_json({**_plan_json(plan), **limits, **_rounds_json(rounds)})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
         print_out(*render_fused(best.fused))
-        say(_solver_line(best))
+        say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
         _warn_whole(explanation)
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _replica(
+    mesh: Mesh, outer: Outer | None, batch: int | None, search: int | None
+) -> tuple[Mesh, int | None]:
+    """Returns the mesh and the batch of one replica; OptionError if they cannot be."""
+    if outer is None:
+        return mesh, batch
+    outer.check(mesh)
+    replicas = outer.count(mesh)
+    if search is not None or batch is None or batch % replicas:
+        raise OptionError(
+            f"--outer needs the batch of {replicas} replicas",
+            why=f"--batch is {batch}" if search is None else "--global-batch is given",
+            todo=f"pass --batch, a multiple of {replicas}, and leave out --global-batch",
+        )
+    return outer.within(mesh), batch // replicas
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
@@ -309,6 +341,10 @@ def _plan_json(plan: Plan) -> dict[str, object]:
         "solver": stage.solver.table(),
         "layouts": {name: str(node) for name, node in stage.nodes.items()},
     }
+
+
+def _rounds_json(rounds: Rounds | None) -> dict[str, object]:
+    return {} if rounds is None else {"outer": str(rounds.outer), "rounds": asdict(rounds.price)}
 
 
 def _solver_line(plan: StagePlan) -> str:

@@ -252,6 +252,12 @@ class Compiled:
 
     def files(self, training: Training) -> dict[str, str]:
         """Returns the text files of a folder that runs by itself; see `runtime/folder.py`."""
+        if self.plan.outer is not None:
+            raise ProgramError(
+                "a folder that runs by itself has no replicas that train apart",
+                why=f"the plan's outer method is {self.plan.outer}",
+                todo="save a checkpoint, and Compiled.save for autopar.load",
+            )
         common = {
             "plan.toml": self.plan.to_toml(),
             "graph.txt": format_graph(self.captured.graph),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
@@ -17,7 +17,6 @@ from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
@@ -47,7 +46,6 @@ class Compiler:
     def __post_init__(self) -> None:
         if self.outer is not None:
             self.outer.check(self.mesh)
-            method_of(self.outer)
 
     @property
     def has_stages(self) -> bool:

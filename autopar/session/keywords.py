@@ -31,11 +31,12 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
-from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
+from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
 from autopar.planning.options import AUTO, GLOBAL, Options
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -282,11 +283,10 @@ def planning_options(
     """
     options = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(options["fuse"])) if plan is None else plan.fuse
-    rules, precision = (
-        options["rules"],
-        _precision(plan, options["precision"], options["gradients"]),
-    )
-    trained = training(model, optimizer, given)
+    rules = options["rules"]
+    precision = _precision(plan, options["precision"], options["gradients"])
+    trained, outer = training(model, optimizer, given), outer_of(given, plan)
+    update = observed(optimizer, trained.options, trained.ema is not None)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
@@ -300,7 +300,7 @@ def planning_options(
         offload=options["offload"] or "none",
         batches=_batches(plan, options["batches"]),
         collectives=_collectives(plan, options["collectives"]),
-        update=observed(optimizer, trained.options, trained.ema is not None),
+        update=update if outer is None else method_of(outer).beside(update),
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import autopar
+from autopar.errors import NonFiniteError, ProgramError
 from tests.programs.test_outer import METHODS, OPTIMIZERS, batch, loss, model
 from tests.support.ranks import run_ranks
 
@@ -67,3 +70,86 @@ def test_checkpoints_go_on_to_the_bit(mesh: str, count: int, how: dict[str, Any]
                 for name, value in one.items():
                     assert torch.equal(value, two[name])
                     assert torch.equal(agreed[name], other[name])
+
+
+def bytes_of(cases: list[str]) -> list[tuple[float, float, str]]:
+    found = []
+    for outer in cases:
+        session = session_of(outer, "cpu: node=2, gpu=1")
+        for step in range(5):
+            session.step(**batch(step))
+        buckets = session._executor.rounds.buckets
+        kept = sum(t.nbytes for bucket in buckets for t in bucket.states.values())
+        kept += sum(bucket.message.nbytes for bucket in buckets if bucket.message is not None)
+        one = sum(p.nbytes for p in session._executor.program.weights.trained)
+        text, losses = session.plan.to_toml(), [session.step(**batch(5)).item()]
+        found.append((kept, one, text))
+        with pytest.raises(ProgramError, match="replicas that train apart"):
+            session.save("nowhere")
+        session.close()
+        again = session_of(None, "cpu: node=2, gpu=1", plan=autopar.Plan.from_toml(text))
+        losses += [again.step(**batch(step)).item() for step in range(6)][5:]
+        assert losses[0] == losses[1]
+        again.close()
+    return found
+
+
+def test_memory_is_that_of_the_plan() -> None:
+    for found in run_ranks(bytes_of, METHODS_OF_MEMORY, count=2):
+        for (kept, one, text), outer in zip(found, METHODS_OF_MEMORY, strict=True):
+            plan = autopar.Plan.from_toml(text)
+            assert str(plan.outer) == outer
+            rule = plan.stage.update.rules[0]
+            planned = sum(state.name.startswith("outer_") for state in rule.states) * one
+            assert kept == pytest.approx(planned, rel=0.05)
+
+
+METHODS_OF_MEMORY = [
+    "local over node, tau=2",
+    "slowmo over node, tau=2",
+    "overlap over node, tau=2",
+    "overlap over node, tau=2, beta=0",
+    "co2 over node, tau=2",
+    "diloco over node, tau=2",
+]
+
+
+def failing() -> None:
+    session = session_of("local over node, tau=2", "cpu: node=2, gpu=1", on_nonfinite="raise")
+    for step in range(8):
+        given = batch(step)
+        if step == 4:
+            given["input"][:4] = float("nan")  # of the first replica
+        with suppress(NonFiniteError):  # rank 0 goes on, and raises again or waits
+            session.step(**given)
+
+
+def test_a_fault_of_one_replica_stops_all(capfd: pytest.CaptureFixture[str]) -> None:
+    """The other one raises the error of the first, or ends with it where it waits for a sum."""
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as raised:
+        run_ranks(failing, count=2)
+    found = f"{raised.value} {capfd.readouterr().err}"
+    assert "rank 0 failed" in found
+    assert "NonFiniteError: step 5 is not finite" in found
+
+
+def chosen_tau() -> list[tuple[int, int]]:
+    found = []
+    for outer in ("co2 over node, tau=auto", "local over node, tau=auto"):
+        session = session_of(outer, "cpu: node=2, gpu=1")
+        for step in range(60):
+            session.step(**batch(step))
+        found.append((session.rounds.tau, session.rounds.number))
+        assert session.rounds.sync_seconds > 0
+        assert session.rounds.step_seconds > 0
+        session.close()
+    return found
+
+
+def test_all_ranks_choose_one_tau() -> None:
+    first, second = run_ranks(chosen_tau, count=2)
+    assert first == second
+    (co2, rounds), (local, fewer) = first
+    assert local > 1  # a sum that devices wait for is to take a twentieth
+    assert rounds > fewer
+    assert co2 < local

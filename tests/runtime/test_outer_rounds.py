@@ -10,8 +10,9 @@ import torch
 
 import autopar
 from autopar.errors import OptionError
-from autopar.ir.outer import Outer
-from autopar.ir.tau import Tau
+from autopar.ir.replicas.outer_value import Outer
+from autopar.ir.replicas.tau import Tau
+from autopar.ir.update import ADAMW
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.methods import method_of, methods
 from autopar.runtime.outer.rounds import Rounds, best_tau
@@ -61,7 +62,7 @@ def test_slowmo_without_momentum_is_local_sgd() -> None:
     "outer",
     [
         autopar.outer.local("node", 4),
-        autopar.outer.post_local(("node", "rack"), 8, after=100, on_loss="continue"),
+        autopar.outer.post_local(("node", "rack"), 8, after=100),
         autopar.outer.adaptive("node", 16, by="1/loss"),
         autopar.outer.slowmo("node", "auto"),
         autopar.outer.overlap("node", 2, beta=0.0),
@@ -88,7 +89,6 @@ def test_texts_parse_back(outer: Outer) -> None:
         "co2 over node, tau=2, gamma=1",
         "co2 over node, tau=2, beta=nan",
         "co2 over node, node, tau=2",
-        "local over node, tau=2, on_loss=ignore",
         "diloco over node, tau=2, fragments=1.5",
     ],
 )
@@ -129,4 +129,4 @@ def test_a_method_is_one_file(tmp_path: Path) -> None:
     x = torch.tensor([4.0])
     halving({}).update(x, torch.tensor([6.0]), {}, None)
     assert x.item() == 3.0
-    assert halving({}).copies == 0
+    assert halving({}).beside(ADAMW) == ADAMW

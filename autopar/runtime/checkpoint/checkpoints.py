@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError, StateError
 from autopar.runtime.checkpoint import publish
+from autopar.runtime.checkpoint.apart import Scheduler as Scheduler
 from autopar.runtime.checkpoint.contents import (
     Holder,
     OptimizerState,
@@ -33,16 +34,6 @@ from autopar.runtime.checkpoint.tensor_names import Names
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Lease, Peers
-
-
-class Scheduler(Protocol):
-    """A learning-rate scheduler, as those of torch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state needed to continue."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a saved state."""
 
 
 class Checkpoints:
@@ -192,9 +183,7 @@ class Checkpoints:
         details = {
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
             "tied": dict(names.tied),
-            "scheduler": None
-            if scheduler is None
-            else encode(scheduler.state_dict(), "the scheduler"),
+            "scheduler": scheduler and encode(scheduler.state_dict(), "the scheduler"),
             "values": encode(values, "values"),
             "update": encode(holder.update.state_dict(), "the scale of the loss"),
             # The other ranks follow the first one's generator; see `runtime/random.py`.
@@ -296,8 +285,7 @@ class Checkpoints:
         for state in states:
             state.give()
         if self.holder.apart is not None:
-            with taking("the rounds"):
-                self.holder.apart.take(decode(index.details.get("outer")))
+            self.holder.apart.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
             with taking("what was under way"):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
 from autopar.ir.tensor import Layout
+from autopar.runtime.checkpoint.apart import Apart
 from autopar.runtime.checkpoint.boxes import Box, box_of
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
@@ -95,22 +96,6 @@ class Held:
     def _box(self, layout: Layout) -> Box:
         comm, piece = self.state.comm, self.parameter.piece
         return box_of(layout, self.parameter.shape, comm.mesh, comm.coordinate, piece)
-
-
-class Apart(Protocol):
-    """The state of replicas that train apart, beside that of one program."""
-
-    def saved(self, own: Sequence[Part]) -> list[Part]:
-        """Returns what this rank saves, given its replica's parts; all ranks call it."""
-
-    def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
-        """Returns what this rank reads, given what its replica's program wants."""
-
-    def details(self) -> dict[str, Any]:
-        """Returns values that are alike on all ranks."""
-
-    def take(self, details: Any) -> None:
-        """Goes on from saved details, or begins anew without any that fit."""
 
 
 class Holder(Protocol):

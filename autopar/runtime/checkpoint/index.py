@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.values import DTYPES
 MARKER = "checkpoint.json"
 FORMAT = "autopar checkpoint 1"
 HEAD = f'{{"format": {json.dumps(FORMAT)}'  # the start of the text
-_KINDS = ("model", "buffer", "ema", "optimizer", "residual", "under_way")
+_KINDS = ("model", "buffer", "ema", "optimizer", "residual", "under_way", "replica", "outer")
 _FILE = re.compile(r"(save-[0-9a-f]{16}/)?[A-Za-z0-9_]+\.safetensors")
 _LARGEST = 2**63 - 1  # torch's limit for byte counts
 _DIMENSIONS = 64

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms, directions
 from autopar.ir.collective import GATHERS, Step
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.operators.across import Across, Axes
 from autopar.runtime.communication.async_linear import (
@@ -45,29 +44,6 @@ from autopar.runtime.ranks.recorder import Recorder, generated_line
 from autopar.runtime.ranks.shared import Lease, Peers
 
 _Move = Callable[[Tensor], Tensor]
-
-
-def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
-    """Returns the `Mesh` of a torch DeviceMesh whose devices are called `device` in devices.toml.
-
-    Raises:
-        MeshError: the DeviceMesh has no axis names, or its ranks are not numbered row-major.
-    """
-    names = device_mesh.mesh_dim_names
-    if names is None:
-        raise MeshError(
-            "the DeviceMesh has no axis names",
-            todo='pass mesh_dim_names=("data", "tensor") to init_device_mesh',
-        )
-    ranks = device_mesh.mesh.flatten().tolist()
-    if ranks != list(range(len(ranks))):
-        raise MeshError(
-            f"the DeviceMesh has the ranks {ranks}",
-            why="ranks must be numbered row-major from 0",
-            todo="build it with init_device_mesh over all processes",
-        )
-    axes = zip(names, device_mesh.mesh.shape, strict=True)
-    return Mesh(device, tuple(Axis(name, int(size)) for name, size in axes))
 
 
 def _same(x: Tensor) -> Tensor:
@@ -125,7 +101,6 @@ class Groups:
         mesh: the grid.
         ranks: the global ranks of its devices, row-major; by default 0, 1, ... A process that is
             not among them only takes part in the construction.
-
         peers: the processes that construct it; by default all of the default group.
 
     Raises:
@@ -140,7 +115,6 @@ class Groups:
         self.mesh = mesh
         # A mesh of one device needs no process group.
         self.peers = Peers.here() if peers is None else peers
-        me = self.peers.rank
         self.ranks = self.peers.ranks if ranks is None else tuple(ranks)
         if mesh.size != len(self.ranks):
             raise MeshError(
@@ -148,6 +122,7 @@ class Groups:
                 why=f"there are {len(self.ranks)} processes",
                 todo=f"start {mesh.size} processes or write a mesh of {len(self.ranks)}",
             )
+        me = self.peers.rank
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
         self._lease, self._channels = self._create()

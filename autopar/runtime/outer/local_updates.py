@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.tensor import Layout, TensorType
 from autopar.runtime.calls.batches import Intake
 from autopar.runtime.calls.evaluated import Evaluated
@@ -78,13 +78,9 @@ class LocalUpdates:
         self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
         self._intake = Intake(self._device, everyone.everyone)
-        self._own = program.watch
         self.apart = ReplicaState(self)
-        if outer.on_loss == "continue":
-            self.watch = program.watch
-        else:
-            self.watch = Watch.over(range(mesh.size))
-            self.watch.start()
+        self.watch = Watch.over(range(mesh.size))
+        self.watch.start()
         if program.loaded:
             self._alike()
         apart = _copied(program) if isinstance(program, Pipeline) else frozenset()
@@ -308,7 +304,7 @@ class LocalUpdates:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, all replicas hold the parameters that `outer.evaluate` names."""
+        """Inside, all replicas hold the parameters that they agree on."""
         self.rounds.settle()
         buckets = self.rounds.buckets
         kept = [bucket.values() for bucket in buckets]
@@ -363,8 +359,7 @@ class LocalUpdates:
         try:
             self.rounds.settle()
         finally:
-            if self.watch is not self._own:
-                self.watch.close()
+            self.watch.close()
             self.program.close()
             self._lease.close()
 

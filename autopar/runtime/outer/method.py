@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from autopar.errors import OptionError
+from autopar.ir.update import State, Update
 
 OFF = "off"
 
@@ -125,14 +126,16 @@ class Method(ABC):
         """Whether messages are blocks of int8."""
         return False
 
-    @property
-    def copies(self) -> float:
-        """Copies of a device's trained parameters that it holds between steps, messages included.
+    def beside(self, update: Update) -> Update:
+        """Returns the update of a step with the states that this method keeps beside it.
 
-        The sum under way of a late or delayed method is a copy; other sums pass through a buffer
-        of bounded size.
+        The sum under way of a late or delayed method is one, "outer_message"; other sums pass
+        through a buffer of bounded size.
         """
-        return len(self.states) + float(self.late or self.delay > 0)
+        message = ["message"] if self.late or self.delay else []
+        for name in (*self.states, *message):
+            update = update.with_state(State(f"outer_{name}"))
+        return update
 
     def outgoing(self, x: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """Returns the new tensor whose average over the replicas is wanted, for parameters x."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.checkpoint.index import Index
@@ -86,11 +87,20 @@ class ReplicaState:
         return {"method": self._method, "rounds": program.rounds.state_dict()}
 
     def take(self, details: Any) -> None:
-        """Goes on in the round that was saved, or begins the first one."""
-        if self._fits(details):
-            self._program.rounds.load_state_dict(details["rounds"])
-        else:
+        """Goes on in the round that was saved, or begins the first one.
+
+        Raises:
+            CheckpointError: the details of the round are damaged.
+        """
+        if not self._fits(details):
             self._program.rounds.restart()
+            return
+        try:
+            self._program.rounds.load_state_dict(details["rounds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "the checkpoint's round cannot be read", why=f"{type(error).__name__}: {error}"
+            ) from error
 
     @property
     def _method(self) -> list[Any]:

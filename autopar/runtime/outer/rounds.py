@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.tau import MOST, Tau
+from autopar.ir.replicas.tau import MOST, Tau
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import Method, Now
 from autopar.runtime.ranks.channel import Channel, Waiting

@@ -147,9 +147,8 @@ class Pipeline(PipelineState):
         self.graph = self._graphed() if cuda_graph else None
         self.continuous: Continuous | None = None
         if not placement.flushes:
-            refuse_what_cannot_stream(
-                modules, placement, training, self.copies.holders, device, self.update.owners
-            )
+            holders, owners = self.copies.holders, self.update.owners
+            refuse_what_cannot_stream(modules, placement, training, holders, device, owners)
             self._intake.overlaps = True
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1
@@ -170,10 +169,7 @@ class Pipeline(PipelineState):
         return self.main.types
 
     def close(self) -> None:
-        """Give back threads, descriptors and process groups; no call works from then on.
-
-        What is under way without a flush ends first: other ranks wait for messages of this one.
-        """
+        """Ends what is under way, for which others wait, and gives back threads and groups."""
         try:
             if self.continuous is not None and not self.continuous.broken_off:
                 with self.watch:

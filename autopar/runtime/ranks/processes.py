@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, MeshError
 from autopar.files.checked_values import shown
-from autopar.ir.mesh import Mesh
-from autopar.runtime.communication.communicator import mesh_of
+from autopar.ir.mesh import Axis, Mesh
 from autopar.runtime.folder import join_process_group
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.ranks.shared import local_device as local_device
@@ -38,6 +37,29 @@ def as_mesh(mesh: MeshLike) -> Mesh:
             todo='pass a torch DeviceMesh, an autopar.Mesh or its text, "H100: node=2, gpu=8"',
         )
     return mesh
+
+
+def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
+    """Returns the `Mesh` of a torch DeviceMesh whose devices are called `device` in devices.toml.
+
+    Raises:
+        MeshError: the DeviceMesh has no axis names, or its ranks are not numbered row-major.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "the DeviceMesh has no axis names",
+            todo='pass mesh_dim_names=("data", "tensor") to init_device_mesh',
+        )
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(len(ranks))):
+        raise MeshError(
+            f"the DeviceMesh has the ranks {ranks}",
+            why="ranks must be numbered row-major from 0",
+            todo="build it with init_device_mesh over all processes",
+        )
+    axes = zip(names, device_mesh.mesh.shape, strict=True)
+    return Mesh(device, tuple(Axis(name, int(size)) for name, size in axes))
 
 
 def device_name(kind: str) -> str:

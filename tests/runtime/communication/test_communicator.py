@@ -22,7 +22,8 @@ from autopar.errors import LayoutError, MeshError
 from autopar.ir.collective import Step, moves
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
-from autopar.runtime.communication.communicator import Communicator, mesh_of
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.ranks.processes import mesh_of
 from tests.support.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")

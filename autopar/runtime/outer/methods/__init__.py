@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module, util
 
 from autopar.errors import OptionError
-from autopar.ir.outer import Outer
+from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.outer.method import Method
 
 

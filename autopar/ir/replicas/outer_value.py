@@ -16,9 +16,8 @@ from typing import Any
 
 from autopar.errors import OptionError
 from autopar.ir.mesh import Mesh
-from autopar.ir.tau import AUTO, Tau
+from autopar.ir.replicas.tau import AUTO, Tau
 
-ON_LOSS = ("error", "continue")
 _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 _FORM = 'write e.g. "co2 over node, tau=12"'
 
@@ -30,19 +29,17 @@ class Outer:
     Attributes:
         method: its name.
         axes: the independent axes of the mesh, outermost first.
-        tau: steps of a round; see `autopar.ir.tau`.
+        tau: steps of a round; see `autopar.ir.replicas.tau`.
         options: of the method, by name, as texts.
-        on_loss: "error" stops all replicas where one is lost, "continue" goes on with the others.
 
     Raises:
-        OptionError: a name, tau or on_loss cannot be read.
+        OptionError: a name or tau cannot be read.
     """
 
     method: str
     axes: tuple[str, ...]
     tau: Tau = AUTO
     options: tuple[tuple[str, str], ...] = ()
-    on_loss: str = "error"
 
     def __post_init__(self) -> None:
         names = (self.method, *self.axes, *(name for name, _ in self.options))
@@ -55,26 +52,17 @@ class Outer:
                 else f"{bad!r} is no name",
                 todo=_FORM,
             )
-        if self.on_loss not in ON_LOSS:
-            raise OptionError(
-                f"on_loss is {self.on_loss!r}",
-                why="a lost replica is an error, or the others continue",
-                todo='write "on_loss=error" or "on_loss=continue"',
-            )
 
     @classmethod
-    def of(
-        cls, method: str, axis: str | tuple[str, ...], tau: Any, on_loss: str, **options: Any
-    ) -> Outer:
+    def of(cls, method: str, axis: str | tuple[str, ...], tau: Any, **options: Any) -> Outer:
         """Returns an outer method from Python values; options that are None are left out."""
         axes = (axis,) if isinstance(axis, str) else tuple(axis)
         given = tuple((k, _text(v)) for k, v in sorted(options.items()) if v is not None)
-        return cls(method, axes, Tau.read(tau), given, on_loss)
+        return cls(method, axes, Tau.read(tau), given)
 
     def __str__(self) -> str:
         parts = [", ".join(self.axes), f"tau={self.tau}"]
         parts += [f"{name}={value}" for name, value in self.options]
-        parts += [f"on_loss={self.on_loss}"] if self.on_loss != "error" else []
         return f"{self.method} over {', '.join(parts)}"
 
     @classmethod
@@ -87,9 +75,9 @@ class Outer:
         given = {name.strip(): value.strip() for name, value in pairs}
         if not over or len(given) != len(pairs) or len(text) > 1000:
             raise OptionError(f"the outer method {text[:100]!r} cannot be read", todo=_FORM)
-        tau, loss = given.pop("tau", "auto"), given.pop("on_loss", "error")
+        tau = given.pop("tau", "auto")
         options = tuple(sorted(given.items()))
-        return cls(method.strip(), tuple(axes), Tau.read(tau), options, loss)
+        return cls(method.strip(), tuple(axes), Tau.read(tau), options)
 
     @classmethod
     def read(cls, given: Outer | str | None) -> Outer | None:

@@ -1,0 +1,1 @@
+"""Replicas that train apart, as values: how they synchronise, and when."""

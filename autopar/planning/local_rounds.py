@@ -1,0 +1,77 @@
+"""Prices of the rounds of replicas that train apart, for a plan that was made for one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.model import AnalyticModel
+from autopar.cost.round_price import RoundPrice, round_price
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.replicas.outer_value import Outer
+from autopar.ir.units import format_bytes
+from autopar.runtime.outer.method import Method
+from autopar.stage_plan import StagePlan
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a plan.
+
+    Attributes:
+        outer: how replicas synchronise.
+        replicas: their number.
+        shard_bytes: trained parameters of a device.
+        state_bytes: what the outer method keeps of them on a device.
+        price: of a round.
+        changes: what differs from data parallelism, a sentence.
+    """
+
+    outer: Outer
+    replicas: int
+    shard_bytes: float
+    state_bytes: float
+    price: RoundPrice
+    changes: str
+
+    def text(self) -> str:
+        """Returns a paragraph on seconds, memory, and what is computed otherwise."""
+        price = self.price
+        where = "beside the next round" if price.hidden else "while devices wait"
+        return (
+            f"{self.outer}: {self.replicas} replicas, rounds of {price.tau} steps of "
+            f"{1e3 * price.step_seconds:.4g} ms; {format_bytes(self.shard_bytes)} of each device "
+            f"synchronise in {1e3 * price.sync_seconds:.4g} ms {where}, of which "
+            f"{1e3 * price.exposed_seconds:.4g} ms a step are exposed: "
+            f"{100 * price.efficiency:.3g} % of the throughput of replicas that never do. "
+            f"It keeps {format_bytes(self.state_bytes)} more on a device. "
+            f"What changes: {self.changes}."
+        )
+
+
+def rounds_of(graph: Graph, plan: StagePlan, outer: Outer, method: Method, mesh: Mesh) -> Rounds:
+    """Returns the rounds of a plan of one replica.
+
+    Args:
+        graph: of a replica.
+        plan: of a replica.
+        outer, method: how replicas synchronise.
+        mesh: all devices.
+
+    Raises:
+        CostError: the links of the mesh cannot be priced.
+    """
+    nbytes = 0.0
+    for node in graph.folded:
+        if node.op == "param" and node.requires_grad and graph.users[node.name]:
+            share = graph.template[graph.users[node.name][0]]
+            own = plan.precision.updated(node.type, True)
+            part = plan.storage(node.name, share).updated.local_bytes(own, plan.mesh)
+            nbytes += graph.multiplicity[node.name] * part
+    hidden = method.late or method.delay > 0
+    copies = len(method.states) + hidden
+    call = Collective("all_reduce", outer.axes, int(nbytes))
+    sync = AnalyticModel(mesh, in_step=True).collective(call)
+    price = round_price(plan.predicted.step_seconds, sync, hidden, outer.tau.steps)
+    return Rounds(outer, outer.count(mesh), nbytes, copies * nbytes, price, method.CHANGES)
