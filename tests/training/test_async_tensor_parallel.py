@@ -153,7 +153,7 @@ def test_what_is_hidden_is_its_closed_form(name: str, text: str, devices: int) -
     graph, mesh = captured(name).graph, Mesh.parse(text)
     on = planned(name, text)
     off = replace(on, fuse=())
-    prices, slowdown = AnalyticModel(mesh), device(mesh).slowdown
+    prices, slowdown = AnalyticModel(mesh, in_step=True), device(mesh).slowdown
     kernels = works(graph, on, table())
     expected, count = 0.0, 0
     for move in moves(graph, on, prices.collective):
@@ -197,13 +197,14 @@ def test_what_is_hidden_is_its_closed_form(name: str, text: str, devices: int) -
 
 
 def test_the_planner_takes_what_is_hidden_into_account() -> None:
-    """A head split by words needs its rows, which is worth it where its product hides that."""
+    """Megatron's plan leaves no other choice here, so that both differ by what is hidden."""
     on, off = planned("llama", PAIR), planned("llama", PAIR, ())
-    assert on.predicted.step_seconds < off.predicted.step_seconds
-    assert on.nodes != off.nodes
+    hidden = on.fused[ASYNC].seconds
+    assert hidden > 0
+    assert on.predicted.step_seconds == pytest.approx(off.predicted.step_seconds - hidden)
     held = replace(off, fuse=(ASYNC,))
     graph = captured("llama").graph
-    assert explained(graph, on, 1e12).step < explained(graph, held, 1e12).step
+    assert explained(graph, on, 1e12).step == pytest.approx(explained(graph, held, 1e12).step)
 
 
 @pytest.mark.parametrize(
