@@ -15,17 +15,17 @@ NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) ex
     clocks              a long kernel computes at lower clocks than a short one
 
 A library tries several tiles and splits; the fastest counts. Time grows with each of m, n and k.
-The constants stand in tables/products.csv (cost/tables.py). In a long step all kernels run at low
-clocks, and beside other work: then computing takes `1 / step_efficiency` of a short kernel's time,
-a figure of the device (devices.toml).
+The constants stand in tables/products.csv (cost/kernel_tables.py). In a long step all kernels run
+at low clocks, and beside other work: then computing takes `1 / step_efficiency` of a short kernel's
+time, a figure of the device (devices.toml).
 """
 
 from __future__ import annotations
 
 import math
 
-from autopar.cost.attention import NAMES as ATTENTION
-from autopar.cost.attention import attention_seconds
+from autopar.cost.attention_seconds import NAMES as ATTENTION
+from autopar.cost.attention_seconds import attention_seconds
 from autopar.cost.device import Device
 from autopar.cost.work import Gemm
 

@@ -10,8 +10,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from autopar.cost.kernel_tables import Attention, Links, Products
 from autopar.cost.protocol import KINDS, LIBRARIES
-from autopar.cost.tables import Attention, Links, Products
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 
@@ -29,7 +29,7 @@ class Device:
     Each of the `processors` computes one tile of a matrix product at a time. `peak` holds a dense
     matmul rate for each of `DTYPES`; efficiencies are the attainable shares of the peaks. The head
     of devices.toml explains each figure. `products` and `attention` are the device's rows of the
-    tables of kernels (cost/tables.py), `links` that of the links in a node, None if unknown;
+    tables of kernels (cost/kernel_tables.py), `links` that of the links in a node, None if unknown;
     `intra_pairs` counts the links between each pair of a node's devices, empty behind a switch.
 
     Raises:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from autopar.cost.tables import Links
+from autopar.cost.kernel_tables import Links
 
 US = 1e-6
 

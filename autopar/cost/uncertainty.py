@@ -7,7 +7,7 @@ their errors do not cancel. An error is a median: half of what was held out was 
 from __future__ import annotations
 
 from autopar.cost.device import Device, devices
-from autopar.cost.tables import Row
+from autopar.cost.kernel_tables import Row
 
 # Of what was never measured, and how much larger one is that another device was measured for: both
 # are estimates.

@@ -22,8 +22,8 @@ from itertools import accumulate
 from typing import Protocol
 
 from autopar.cost.host_copies import HostCopy
+from autopar.cost.kernel_tables import Host
 from autopar.cost.model import Work
-from autopar.cost.tables import Host
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
 from autopar.simulate.task import COMPUTE, Task

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from autopar.cost.kernel_tables import Host
 from autopar.cost.model import AnalyticModel
-from autopar.cost.tables import Host
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.simulate import issue_seconds, tasks

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.attention import NAMES
+from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import gemm_seconds, kernel_seconds
 from autopar.cost.device import DTYPES, Device, device, devices
 from autopar.cost.model import AnalyticModel, Gemm, Work

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost.kernel_tables import Host
 from autopar.cost.model import Work
-from autopar.cost.tables import Host
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
 from autopar.simulate import Task, Timeline, run

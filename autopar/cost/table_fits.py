@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from autopar.cost.attention import NAMES
+from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import Device
-from autopar.cost.tables import Attention, Products
+from autopar.cost.kernel_tables import Attention, Products
 from autopar.cost.work import Gemm, Work
 from autopar.errors import CostError
 

@@ -14,7 +14,7 @@ row of pairs, one after another. Backwards five products take the place of two.
 
 from __future__ import annotations
 
-from autopar.cost.tables import Attention
+from autopar.cost.kernel_tables import Attention
 from autopar.cost.work import Gemm
 
 NAMES = ("aten.scaled_dot_product_attention", "aten.scaled_dot_product_attention backward")

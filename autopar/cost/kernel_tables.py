@@ -109,7 +109,7 @@ class Products(Row):
 
 @dataclass(frozen=True)
 class Attention(Row):
-    """How fused attention uses one device; the formula stands in cost/attention.py.
+    """How fused attention uses one device; the formula stands in cost/attention_seconds.py.
 
     Attributes:
         efficiency: share of the matmul peak that the two products attain.
