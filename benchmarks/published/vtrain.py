@@ -23,6 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.simulate import issue_seconds, tasks
 from benchmarks.published import megatron
 from benchmarks.published.pipeline import pipelined, sends, update
+from benchmarks.published.step import chains, fuse, merged
 
 ROWS = Path(__file__).parent / "vtrain.csv"
 VOCAB = 50304
@@ -57,11 +58,8 @@ def rows() -> Iterator[Row]:
 def _layer(run: megatron.Run) -> tuple[float, float, float, float]:
     """Seconds before, in and after a layer, recomputed, and those in which a layer is issued."""
     of, (first, block, last) = megatron.layer(run)
-    fused = megatron.fuse(
-        of,
-        megatron.with_loss(of, megatron.merged(of, of.works)),
-        megatron.chains(of, megatron.FUSED),
-    )
+    kernels = megatron.with_loss(of, merged(of, of.works))
+    fused = fuse(of, kernels, chains(of, megatron.FUSED))
     inside = {name for names in of.graph.repeats[0].iterations for name in names}
     host, issued = Host.of("modules"), {"forward": 0.0, "backward": 0.0}
     for task in tasks(of.graph, of.plan, fused, of.prices):

@@ -94,7 +94,7 @@ def test_what_cannot_be_simulated_is_refused_by_name(plan: Path, source: str) ->
 def test_a_slow_host_makes_a_step_longer_and_a_graph_does_not(plan: Path, source: str) -> None:
     def seconds(*words: str) -> float:
         shown = run("simulate", plan, "--model", f"{source}:model", "--json", *words).stdout
-        return float(json.loads(shown)["seconds"])
+        return float(json.loads(shown)["step_seconds"])
 
     plain = seconds()
     assert seconds("--host", "graph") == pytest.approx(plain, rel=1e-3)
