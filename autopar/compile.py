@@ -6,17 +6,20 @@ loss = session.step(**batch)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
@@ -24,13 +27,14 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
 from autopar.session.compiled import Compiled, refuse_graphs_of_stages
-from autopar.session.compiler import Compiler
+from autopar.session.compiler import Compiler, Loader
 from autopar.session.keywords import (
     DEFAULTS,
     CompileKeywords,
     PlanKeywords,
     TrainKeywords,
     check,
+    outer_of,
     planning_options,
     running,
     training,
@@ -60,7 +64,15 @@ def plan(
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer, model)
-    return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
+    call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
+    if outer is None:
+        return plan_model(call, devices, asked, Trace(asked.trace))
+    method_of(outer)
+    outer.check(devices)
+    part, inside = call, outer.within(devices)
+    if asked.batches == GLOBAL:
+        part = call.part_of(outer.count(devices))
+    return plan_model(part, inside, asked, Trace(asked.trace)).under(outer, devices)
 
 
 def emit(
@@ -89,7 +101,8 @@ def emit(
     given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
     check(given, PlanKeywords)
     asked = planning_options(options, optimizer, model, plan)
-    return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
+    compiler = Compiler(as_mesh(mesh), asked, plan, outer_of(options, plan))
+    return compiler(Call.of(model, example_inputs))
 
 
 def load(
@@ -97,6 +110,7 @@ def load(
     model: nn.Module,
     *,
     optimizer: OptimizerFactory = torch.optim.AdamW,
+    loss_fn: Callable[..., Tensor] | None = None,
     dump: str | Path | Dump | None = None,
     **options: Unpack[TrainKeywords],
 ) -> Session:
@@ -110,6 +124,7 @@ def load(
             if you would run a script of its author.
         model: must equal the compiled model in class, shapes, modes and attributes.
         optimizer, dump: as for `compile`.
+        loss_fn: the one that the program was compiled with, for evaluations and other shapes.
         **options: see `autopar.session.keywords.TrainKeywords`.
 
     Returns:
@@ -125,12 +140,16 @@ def load(
     """
     given = {"model": model, "optimizer": optimizer, "dump": dump, **options}
     check(given, TrainKeywords)
+    check({"loss_fn": loss_fn}, PlanKeywords)
     compiled = Compiled.load(folder, model)
     join_processes(compiled.plan.mesh)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call load alike on every rank")
     Peers.here().dumps.configure(Dump.read(dump))
     trained = training(model, optimizer, options)
-    session = Session(model, compiled.plan.mesh, trained, running(options), lambda _: compiled)
+    plan = compiled.plan
+    asked = Options.like(plan.stages[0], loss_fn=loss_fn)
+    loader = Loader(compiled, Compiler(plan.mesh, asked, plan))
+    session = Session(model, plan.mesh, trained, running(options), loader)
     session.adopt(compiled)
     return session
 
@@ -195,9 +214,8 @@ def compile(
     check_processes(devices)  # every process must have a device of its own
     asked = planning_options(options, optimizer, model, plan)
     Peers.here().dumps.configure(Dump.read(dump))
-    trained, how, compiler = (
-        training(model, optimizer, options), running(options), Compiler(devices, asked, plan)
-    )  # fmt: skip
+    trained, how = training(model, optimizer, options), running(options)
+    compiler = Compiler(devices, asked, plan, outer_of(options, plan))
     if how.cuda_graph and compiler.is_pipeline:
         refuse_graphs_of_stages()
     cost_model(devices, asked)  # refuses bad options before the model is captured

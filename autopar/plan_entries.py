@@ -17,27 +17,36 @@ _SIZE = Whole(1, 2**31)
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The layouts of one node's operands and results, each with its global shape."""
+    """The layouts of one node's operands and results, each with its global shape, and its form.
+
+    `form` is the name of its implementation; "" for the operator as it is.
+    """
 
     operands: tuple[Shaped, ...]
     results: tuple[Shaped, ...]
+    form: str = ""
 
     def __str__(self) -> str:
         left, right = (
             "; ".join(layout.format(shape) for shape, layout in side)
             for side in (self.operands, self.results)
         )
-        return f"{left} -> {right}" if left else right
+        text = f"{left} -> {right}" if left else right
+        return f"{text} by {self.form}" if self.form else text
 
     @classmethod
     def parse(cls, text: str) -> NodePlan:
-        """Parses "[8, 4@gpu]; [4] -> [8]" (a leaf has no left side); raises LayoutError."""
-        left, arrow, right = text.rpartition("->")
+        """Parses "[8, 4@gpu]; [4] -> [8]" (a leaf has no left side); raises LayoutError.
+
+        A form follows the layouts: "[8@gpu, 4] -> [8@gpu, 4] by ring".
+        """
+        layouts, _, form = text.partition(" by ")
+        left, arrow, right = layouts.rpartition("->")
         sides = [
             tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
             for side in (left if arrow else "", right)
         ]
-        return cls(sides[0], sides[1])
+        return cls(sides[0], sides[1], form.strip())
 
 
 @dataclass(frozen=True)
@@ -180,12 +189,14 @@ class Asked:
 
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
+        batches: whether a rank passes the whole batch or its part.
     """
 
     recompute: str = "auto"
     offload: str = "none"
     solver: str = "ilp"
     unknown_ops: str = "replicate"
+    batches: str = "global"
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -194,7 +205,7 @@ class Asked:
     @classmethod
     def from_table(cls, table: Any) -> Asked:
         """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
-        texts = ("recompute", "offload", "solver", "unknown_ops")
+        texts = ("recompute", "offload", "solver", "unknown_ops", "batches")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
             "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it

@@ -16,13 +16,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.cli.common.model_options import ModelSpec, capture_model
+from autopar.cli.common.model_options import capture_model
 from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.intra_op.rule_table import table
 from autopar.ir.mesh import Mesh
 from autopar.operators.exchange import exchanged
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
+from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace

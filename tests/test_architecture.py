@@ -1,4 +1,4 @@
-"""The architecture holds: sizes of files, functions and folders, names, cycles, private torch."""
+"""Enforces the architecture: sizes of files, functions and folders, names, cycles, private torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CONTRIBUTING says that each extension is one file or table. Here one of each comes from a folder
-that is not the project's, is found there, and is used.
+"""Extends autopar by one of each kind of file or table that CONTRIBUTING names, and uses it.
 
-It runs in a process of its own, so that nothing of it is left to other tests.
+The extensions come from a folder outside the project. The tests run in a process of their own, so
+that other tests are not affected.
 """
 
 from __future__ import annotations
@@ -107,6 +107,34 @@ OPERATORS = (
     ),
 )
 ''',
+    "compression/halves.py": '''
+"""The first half of a tensor, with what it leaves out fed back."""
+
+from autopar.ir.compression import Messages
+from autopar.ir.compression._method import Field
+
+EXAMPLE = "first half"
+
+
+class Half(Messages):
+    def __str__(self):
+        return EXAMPLE
+
+    def fields(self, n):
+        return (Field("", n // 2),)
+
+    def encode(self, x, kernels):
+        return (x[:, : x.shape[1] // 2],)
+
+    def decode(self, fields, n, kernels):
+        whole = fields[0].new_zeros(len(fields[0]), n)
+        whole[:, : n // 2] = fields[0]
+        return whole
+
+
+def read(text):
+    return Half() if text == EXAMPLE else None
+''',
     "toml/models.toml": """
 ["tiny"]
 architecture = "GPT2LMHeadModel"
@@ -136,6 +164,7 @@ for package, name in (
     ("autopar.inter_op.schedules", "schedules"),
     ("autopar.intra_op.solvers", "solvers"),
     ("autopar.ir.fusion.patterns", "patterns"),
+    ("autopar.ir.compression", "compression"),
 ):
     import_module(package).__path__.append(str(folder / name))
 from importlib import resources
@@ -213,6 +242,12 @@ from autopar.operators import kernels
 x = torch.randn(5, requires_grad=True)
 kernels.squared_relu(x).sum().backward()
 print("kernel", torch.equal(x.grad, 2 * torch.relu(x.detach())))
+from autopar.ir.precision import Precision
+from autopar.pins import data_parallel
+
+half = Precision.read("gradients=first half")
+sent = compiled(Model(), batch, precision=half, pins=data_parallel(), state="ddp", solver="ilp")
+print("compression", "first half all_gather" in sent.source)
 piped = compiled(Model(), batch, stages=2, microbatches=2, schedule="slow_fill")
 print("schedule", piped.plan.schedule, len(piped.sources))
 model, inputs = load("tiny")
@@ -238,6 +273,7 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
         "device Abacus True",
         "pattern 4 True",
         "kernel True",
+        "compression True",
         "schedule slow_fill 2",
         "zoo True",
     ]

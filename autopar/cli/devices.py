@@ -9,8 +9,8 @@ import click
 
 from autopar.cli.common.console import JSON, print_json
 from autopar.cost.device import device, devices
+from autopar.cost.device_fit import fit_attention, fit_products, samples
 from autopar.cost.kernel_tables import Row
-from autopar.cost.table_fits import fit_attention, fit_products, samples
 from autopar.errors import CostError
 from autopar.ir.mesh import Mesh
 

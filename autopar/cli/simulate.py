@@ -171,10 +171,9 @@ def _whole(graph: Graph, plan: StagePlan) -> StagePlan:
     for node in graph.folded:
         reads = [graph[name].type.shape for name in node.inputs]
         gives = [tensor.shape for tensor in node.types]
-        nodes[node.name] = NodePlan(
-            *(
-                tuple((shape, Layout.replicated(len(shape))) for shape in side)
-                for side in (reads, gives)
-            )
+        into, out = (
+            tuple((shape, Layout.replicated(len(shape))) for shape in side)
+            for side in (reads, gives)
         )
+        nodes[node.name] = NodePlan(into, out)
     return replace(plan, nodes=nodes)

@@ -147,7 +147,7 @@ class Body:
     def _local(self, line: Compute, operands: list[str]) -> str:
         """Returns the operator on local parts, and prints the fetching of borders before it."""
         types = tuple(self.printer.graph[name].type for name in line.node.inputs)
-        calls = localise(line.node, types, line.into, line.out, self.printer.extent)
+        calls = localise(line.node, types, line.into, line.out, self.printer.extent, line.form)
         for call, variable in zip(calls[:-1], line.borders, strict=True):
             self._statement(f"{variable} = {expression(call, operands[:1])}")
             operands = [variable, *operands[1:]]

@@ -82,7 +82,7 @@ class Printer(Placed):
     def exchange_note(self, line: Compute) -> str:
         """Returns the collectives inside an operator in each direction, "" for most operators."""
         types = tuple(self.graph[name].type for name in line.node.inputs)
-        forward, backward = exchanged(line.node, types, line.into, self.plan.mesh)
+        forward, backward = exchanged(line.node, types, line.into, self.plan.mesh, line.form)
         notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
         notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
         return "".join(f"  {note}" for note in notes)

@@ -22,6 +22,9 @@ from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
 from autopar.operators.exchange import across
+from autopar.operators.expert_load import imbalance
+from autopar.operators.form import Part
+from autopar.operators.forms import form_named
 from autopar.operators.mixture import by_name, rows_near
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
@@ -119,6 +122,7 @@ def recipe(
     out: tuple[Layout, ...],
     mesh: Mesh,
     accelerator: bool = False,
+    form: str = "",
 ) -> Recipe:
     """Returns the memory that `node` allocates under the given layouts.
 
@@ -129,6 +133,7 @@ def recipe(
         mesh: the devices.
         accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
             CPU's.
+        form: name of its implementation; "" for the operator as it is.
     """
     types = tuple(operand.type for operand in operands)
     given = tuple(
@@ -143,11 +148,16 @@ def recipe(
         for place, (operand, size) in enumerate(zip(operands, taken, strict=False))
     )
     scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
-    if into and across(node, types, into):
+    if form:
+        own = form_named(node.op, form).scratch(Part(node, types, into, mesh))
+        scratch, backward = own[0], backward + own[1]
+    elif into and across(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)
     saved, rows = kept(node, accelerator), rows_near(node, types, into)
+    if rows and (busy := imbalance(node, types[0], into[0], mesh)) > 1.0:
+        rows = [((math.ceil(shape[0] * busy), *shape[1:]), layout) for shape, layout in rows]
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
         elements = given[0] / DTYPE_BYTES[node.type.dtype]

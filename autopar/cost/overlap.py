@@ -67,6 +67,21 @@ def hidden(kernels: float, collective: float, parts: int, slowdown: float) -> fl
     return (1 - 1 / parts) * saved(kernels, collective, slowdown)
 
 
+def hidden_in_turns(kernels: float, sent: float, turns: int, slowdown: float) -> float:
+    """Returns the seconds saved by sending in all turns of a computation but the last.
+
+    Ring attention computes on one block of keys while it sends that for the next turn.
+
+    Args:
+        kernels, sent: seconds of all kernels and of all sends, each alone.
+        turns: number of turns; none is saved in a single one.
+        slowdown: slowdown while both run, from 1 to 2.
+    """
+    if turns < 2:
+        return 0.0
+    return (turns - 1) * saved(kernels / turns, sent / (turns - 1), slowdown)
+
+
 def products(
     work: NodeWork, gradient: bool
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]:

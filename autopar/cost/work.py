@@ -1,49 +1,22 @@
-"""Descriptions of the work of one device, the input of cost models."""
+"""Work that belongs to no operator of the graph: quantising, and the optimizer's step."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from autopar.ir.collective import Collective
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.ir.update import Products
+from autopar.operators.device_work import Gemm, NodeWork, Work
 
-
-@dataclass(frozen=True)
-class Gemm:
-    """`batch` matrix products of m x k by k x n elements, on one device."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> float:
-        """Two operations, a multiplication and an addition, per element of batch x m x n x k."""
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-
-@dataclass(frozen=True)
-class Work:
-    """One kernel on one device, with its FLOPs and bytes moved.
-
-    `dtype` is that of the operands. `gemm` is the shape for matrix units, None on vector units.
-    """
-
-    op: str
-    flops: float
-    nbytes: float
-    dtype: str
-    gemm: Gemm | None = None
-
-
-@dataclass(frozen=True)
-class NodeWork:
-    """The kernels of one operator run once: forwards, and backwards if it has a gradient."""
-
-    forward: tuple[Work, ...] = ()
-    backward: tuple[Work, ...] = ()
+__all__ = [
+    "Gemm",
+    "NodeWork",
+    "Work",
+    "adamw_work",
+    "optimizer_work",
+    "products_works",
+    "quantising",
+    "rounding_work",
+]
 
 
 def quantising(call: Collective) -> tuple[Work, ...]:

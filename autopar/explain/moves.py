@@ -159,7 +159,7 @@ class _FunctionReader:
         for variable in line.target.split(","):
             self.arrived.pop(variable, None)
         name, types = line.node.name, tuple(self.graph[name].type for name in line.node.inputs)
-        pairs = exchanged(line.node, types, line.into, self.plan.mesh)
+        pairs = exchanged(line.node, types, line.into, self.plan.mesh, line.form)
         if calls := self._calls(zip_longest(*pairs)):
             before, after = (
                 line.into[0].format(types[0].shape),

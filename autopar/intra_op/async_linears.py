@@ -162,7 +162,8 @@ class Hidden:
             graph, mesh = self.beside.graph, self.prices.mesh
             types = operand_types(graph, linear)
             signature = resolve(self.table[linear.op], linear, types, linear.types)
-            work = node_work(graph, linear, option.operands, option.results, signature, mesh)
+            layouts = option.operands, option.results
+            work = node_work(graph, linear, *layouts, signature, mesh, option.form)
             trained = graph[linear.inputs[0]].requires_grad
             ahead, back, _ = products(work, trained)
             compute = self.prices.model.compute

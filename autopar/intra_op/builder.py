@@ -40,6 +40,7 @@ from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.update import Rule
+from autopar.lower.parameter_keys import leaf_key
 from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
@@ -85,7 +86,7 @@ class Builder:
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, given.recompute, given.offload)
-        self.waits = given.slowdown >= TAKE_TURNS
+        self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
         away = given.offload.optimizer
         self.fused_update = given.fused_update and self.accelerator and not away
         self.away = away_of(graph, self.chip, given.bucket, self.waits) if away else None
@@ -116,7 +117,7 @@ class Builder:
 
     def add(self, node: Node) -> None:
         """Adds one operator, input or buffer."""
-        every, signature, *prices = self.prices.operator(self.graph, node, self.table)
+        every, signature, *paid = self.prices.operator(self.graph, node, self.table, self.slowdown)
         if signature is None and not node.is_leaf:
             if self.given.unknown_ops == "error":
                 raise UnknownOperatorError(
@@ -129,7 +130,7 @@ class Builder:
         left = set(options)
         kernels, sent = (
             [seconds for option, seconds in zip(every, each, strict=True) if option in left]
-            for each in prices
+            for each in paid
         )
         count = self.graph.multiplicity[node.name]
         again = self.again.get(node.name, 0)
@@ -182,11 +183,12 @@ class Builder:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         rule = self.given.update.rule(node.target, node.type.shape)
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
+        lying, given = self.given.stored.get(leaf_key(node), lies), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision, rule
+            node.type, node.requires_grad, lying, given.bucket, given.precision, rule
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every)
+        pinned = len(left) < len(every) or lying is not lies
         alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]

@@ -24,6 +24,9 @@ from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import imbalance
+from autopar.operators.form import Part
+from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.stage_plan import StagePlan
 
@@ -50,6 +53,7 @@ def node_work(
     results: Layouts,
     signature: Signature | None,
     mesh: Mesh,
+    form: str = "",
 ) -> NodeWork:
     """Returns the kernels of `node`, run once, on the busiest device.
 
@@ -60,6 +64,7 @@ def node_work(
             `node.types`.
         signature: its rule applied to it; None if it has no rule and runs whole.
         mesh: the devices.
+        form: name of its implementation; "" for the operator as it is.
 
     Returns:
         Kernels with local FLOPs and bytes. Leaves have none, nor do views forwards; `backward` is
@@ -67,6 +72,10 @@ def node_work(
     """
     if node.is_leaf or not node.types or node.name in graph.aside:
         return NodeWork()
+    own = form_named(node.op, form).work if form else None
+    if own is not None:
+        work = own(Part(node, operand_types(graph, node), tuple(operands), mesh))
+        return work if node.requires_grad else NodeWork(work.forward)
     local = Local(graph, node, operands, results, signature, mesh)
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
@@ -106,7 +115,9 @@ def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, 
         if rule is not None and not node.is_leaf:
             signature = resolve(rule, node, operand_types(graph, node), node.types)
         operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
-        kernels[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
+        kernels[node.name] = node_work(
+            graph, node, operands, results, signature, plan.mesh, entry.form
+        )
     return kernels
 
 
@@ -234,7 +245,8 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     down, x, ids, weights = (named[name] for name in ("down", "x", "ids", "weights"))
     experts, width, inner = down.shape
     over = math.prod(map(local.mesh.axis_size, dispatch_axes(local.node, local.into)))
-    rows = ids.numel * over * experts // signature.sizes["e"]
+    busy = imbalance(local.node, local.whole(0), local.into[0], local.mesh)
+    rows = math.ceil(ids.numel * over * experts / signature.sizes["e"] * busy)
     each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
     wide, narrow = size * rows * width, size * rows * inner
     moved = down.nbytes + wide + narrow

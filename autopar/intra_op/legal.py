@@ -34,16 +34,18 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
         else:
             options, _ = node_options(graph, node, plan.mesh, table)
         allowed = {
-            (_canonical(choice.operands), _canonical(choice.results))
+            (_canonical(choice.operands), _canonical(choice.results), choice.form)
             for choice in (option.entry(graph, node) for option in options)
         }
-        if fault or (_canonical(entry.operands), _canonical(entry.results)) not in allowed:
-            known = "; ".join(option.label for option in options[:8])
+        said = (_canonical(entry.operands), _canonical(entry.results), entry.form)
+        if fault or said not in allowed:
+            alike = [option for option in options if option.form == entry.form] or options
+            known = "; ".join(option.label for option in alike[:8])
             raise PlanError(
                 f"the plan's layouts of %{node.name} are not possible",
                 where=f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else str(node.source),
                 why=f"{entry} is no strategy of {node.op}; {fault and fault + '; '}"
-                f"its strategies are {known}" + (", ..." if len(options) > 8 else ""),
+                f"its strategies are {known}" + (", ..." if len(alike) > 8 else ""),
                 todo="correct that line of the plan, or plan again",
             )
 

@@ -62,6 +62,10 @@ class Local:
         parts[node.name] = self.results[0]
         self.saved = sum(parts[name].nbytes for name in node.saved if name in parts)
 
+    def whole(self, place: int) -> TensorType:
+        """Returns the whole type of an operand."""
+        return self.graph[self.node.inputs[place]].type
+
     def work(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
         """Returns a forward kernel."""
         dtype = self.operands[0].dtype if gemm and self.operands else self.node.type.dtype

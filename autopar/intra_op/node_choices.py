@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from autopar.errors import AnnotationError
 from autopar.intra_op.rule import OpRule, Signature, resolve
-from autopar.intra_op.strategy import strategies
-from autopar.ir.graph import Graph, Node
+from autopar.intra_op.strategy import form_strategies, strategies
+from autopar.ir.graph import OVER, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
@@ -20,13 +20,14 @@ from autopar.plan_entries import NodePlan
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of a problem node: layouts for each IR node that it stands for."""
+    """One choice of a problem node: layouts for each IR node that it stands for, and its form."""
 
     label: str
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     share: float
     storage: Storage | None = None
+    form: str = ""
 
     @property
     def stored(self) -> Layout | None:
@@ -40,6 +41,7 @@ class Option:
         return NodePlan(
             tuple(zip(reads, self.operands, strict=True)),
             tuple(zip(gives, self.results, strict=True)),
+            self.form,
         )
 
 
@@ -53,6 +55,15 @@ def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
     operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
     results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
     return (Option("whole", operands, results, 1.0),)
+
+
+def input_layout(node: Node) -> Layout:
+    """Returns the layout in which an input is passed: whole, or split over the axes it names."""
+    dims = len(node.type.shape)
+    over = node.keyword(OVER)
+    if not isinstance(over, str):
+        return Layout.replicated(dims)
+    return Layout((tuple(over.split(", ")), *[()] * (dims - 1)))
 
 
 Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
@@ -188,18 +199,20 @@ def node_options(
 
     An annotation has its operand's rule, restricted to the layouts that it allows. A value received
     from another stage may have any layout of splits. For all others running whole comes first; it
-    is the only choice of inputs, buffers and operators without a rule.
+    is the only choice of inputs, buffers and operators without a rule. Those of forms come last.
     """
     rule = table.get(node.op)
     if node.op == "received":
         return received_options(node, mesh), None
+    if node.op == "input" and node.keyword(OVER):
+        layout = input_layout(node)
+        return (Option(layout.format(node.type.shape), (), (layout,), 1.0),), None
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)
     if node.op == "autopar.shard":
         return annotated_options(node, mesh), signature
-    options = tuple(
-        Option(str(s), s.operands, s.results, s.share(signature.sizes, mesh))
-        for s in strategies(signature, mesh)
-    )
+    every = [(s, s.share(signature.sizes, mesh)) for s in strategies(signature, mesh)]
+    every += form_strategies(node, operand_types(graph, node), mesh)
+    options = tuple(Option(str(s), s.operands, s.results, share, form=s.form) for s, share in every)
     return options, signature

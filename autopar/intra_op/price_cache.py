@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from autopar.cost.model import Checked, CostModel
+from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
 from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.memory.allocations import Around, Rows, amounts, around
 from autopar.intra_op.node_choices import (
@@ -18,6 +19,7 @@ from autopar.intra_op.node_choices import (
     node_options,
     operand_types,
     parameter_options,
+    stored_option,
 )
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
@@ -25,9 +27,12 @@ from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import Rule
 from autopar.operators.exchange import exchanged
+from autopar.operators.form import Part
+from autopar.operators.forms import form_named
 
 Seconds = tuple[float, float]  # forward and backward
 Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
@@ -46,8 +51,11 @@ class Prices:
         self.mesh, self.model = mesh, Checked(model)
         self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
         self._operators: dict[Hashable, Operator] = {}
+        self._choices: dict[Hashable, int] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
-        self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision, Rule], Stored] = {}
+        self._stored: dict[
+            tuple[TensorType, bool, Lies | Storage | None, int, Precision, Rule], Stored
+        ] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
@@ -60,19 +68,30 @@ class Prices:
         self,
         tensor: TensorType,
         trained: bool,
-        lies: Lies | None,
+        lies: Lies | Storage | None,
         bucket: int,
         precision: Precision,
         rule: Rule,
     ) -> Stored:
-        """Returns every choice of a parameter, with its traffic and memory; see `stored.py`.
+        """Returns every choice of a parameter, with its traffic and memory.
+
+        Args:
+            tensor: its type.
+            trained: whether it has a gradient.
+            lies: its possible storages, or the only one.
+            bucket: bytes of gradients or parameters that are sent together.
+            precision: dtypes in which it is updated and its gradient sent.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
         key = (tensor, trained, lies, bucket, precision, rule)
         if key not in self._stored:
-            options = parameter_options(tensor, self.mesh, trained, lies)
+            options = (
+                (stored_option(lies, tensor),)
+                if isinstance(lies, Storage)
+                else parameter_options(tensor, self.mesh, trained, lies)
+            )
             self._stored[key] = (
                 options,
                 tuple(
@@ -92,25 +111,33 @@ class Prices:
             )
         return self._stored[key]
 
-    def operator(self, graph: Graph, node: Node, table: dict[str, OpRule]) -> Operator:
+    def operator(
+        self, graph: Graph, node: Node, table: dict[str, OpRule], slowdown: float = TAKE_TURNS
+    ) -> Operator:
         """Returns the choices of a node and their prices.
+
+        Args:
+            graph, node, table: the node, its graph and the rules.
+            slowdown: slowdown of kernels and collectives that run side by side.
 
         Returns:
             Its choices; its signature if it has a rule; and for each choice the forward and
-            backward seconds of its kernels and of its own communication.
+            backward seconds of its kernels and of its own communication, less what a form hides
+            behind its kernels.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = _kind(graph, node)
+        key = _kind(graph, node), slowdown
         if key not in self._operators:
             options, signature = node_options(graph, node, self.mesh, table)
-            self._operators[key] = (
-                options,
-                signature,
-                tuple(self._kernels(graph, node, option, signature) for option in options),
-                tuple(self._exchange(graph, node, option) for option in options),
+            kernels = tuple(self._kernels(graph, node, option, signature) for option in options)
+            sent = tuple(
+                self._exchange(graph, node, option, taken, slowdown)
+                for option, taken in zip(options, kernels, strict=True)
             )
+            self._operators[key] = options, signature, kernels, sent
+            self._choices[key[0]] = len(options)
         return self._operators[key]
 
     def allocated(
@@ -126,8 +153,8 @@ class Prices:
         Callers must not modify the result.
         """
         near, kind = around(graph, node, options_of), _kind(graph, node)
-        known = self._operators.get(kind)
-        if known is None or len(options) < len(known[0]):
+        known = self._choices.get(kind)
+        if known is None or len(options) < known:
             return amounts(graph, node, options, near, self.mesh, accelerator)
         key = kind, near, accelerator
         if key not in self._allocated:
@@ -137,14 +164,25 @@ class Prices:
     def _kernels(
         self, graph: Graph, node: Node, option: Option, signature: Signature | None
     ) -> Seconds:
-        work = node_work(graph, node, option.operands, option.results, signature, self.mesh)
+        layouts = option.operands, option.results
+        work = node_work(graph, node, *layouts, signature, self.mesh, option.form)
         forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
         return forward, backward
 
-    def _exchange(self, graph: Graph, node: Node, option: Option) -> Seconds:
-        asked = exchanged(node, operand_types(graph, node), option.operands, self.mesh)
+    def _exchange(
+        self, graph: Graph, node: Node, option: Option, kernels: Seconds, slowdown: float
+    ) -> Seconds:
+        types = operand_types(graph, node)
+        asked = exchanged(node, types, option.operands, self.mesh, option.form)
         forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
-        return forward, backward
+        if not option.form:
+            return forward, backward
+        part = Part(node, types, option.operands, self.mesh)
+        turns = form_named(node.op, option.form).turns(part)
+        return (
+            forward - hidden_in_turns(kernels[0], forward, turns, slowdown),
+            backward - hidden_in_turns(kernels[1], backward, turns, slowdown),
+        )
 
 
 def _kind(graph: Graph, node: Node) -> Hashable:

@@ -10,6 +10,7 @@ and its gradient is a partial sum; a result that lacks it is itself a partial su
     k!       k must stay whole
     k~       k is split inside the operator, which communicates along it with the other devices:
              results that lack k are whole; k~3 needs parts of at least 3 elements
+    t=s      t is split wherever s is, along the same axes, though its size may differ
     (h d)    one dimension that runs over h and, within it, d; only the outermost can be split
     1        a dimension without a factor, always whole
     +n       an additive operand: under a split contraction it is a partial sum itself
@@ -142,6 +143,7 @@ class Signature:
         merged: factors that share a dimension with others; they split evenly or not at all.
         exchanged: factors marked "~", with the fewest elements that a part of each may have.
         together: pairs of factors that one axis may split at once.
+        tied: factors that are split with another, and that other.
     """
 
     operands: tuple[Dims, ...]
@@ -155,11 +157,13 @@ class Signature:
     merged: frozenset[str] = frozenset()
     exchanged: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, str], ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def splittable(self) -> tuple[str, ...]:
         """Factors that an axis may split, in order of appearance."""
-        return tuple(f for f in self.sizes if f not in self.whole and self.sizes[f] > 1)
+        held = self.whole | self.tied.keys()
+        return tuple(f for f in self.sizes if f not in held and self.sizes[f] > 1)
 
 
 def written(rule: OpRule, node: Node, operands: tuple[TensorType, ...]) -> str:
@@ -176,7 +180,8 @@ def resolve(
         RuleError: the string cannot be read or does not fit the shapes.
     """
     spec = written(rule, node, operands)
-    left, arrow, right = spec.partition("->")
+    tied = dict(re.findall(r"(\w+)=(\w+)", spec))
+    left, arrow, right = re.sub(r"=\w+", "", spec).partition("->")
     if not arrow:
         raise RuleError(f"rule {spec!r} of {rule.op} has no '->'")
     terms = [part.strip() for part in left.split(",")][: len(operands)]
@@ -215,6 +220,7 @@ def resolve(
         frozenset(merged),
         exchanged,
         tuple(_together(rule.together, sizes)),
+        tied,
     )
 
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.intra_op.rule import Dims, Signature
+from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
+from autopar.ir.graph import Node
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.form import Form, Part
+from autopar.operators.forms import forms_of
 
 NOTHING, PARTIAL, VARYING, TOGETHER = "", "+", "-", "&"
 
@@ -29,14 +32,17 @@ class Strategy:
         parts: for each mesh axis its factor, two of them with TOGETHER in between, or NOTHING,
             PARTIAL or VARYING.
         operands, results: the layouts it needs and gives.
+        form: name of the implementation, "" for the operator as it is (see `operators/form.py`).
     """
 
     parts: tuple[tuple[str, str], ...]
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    form: str = ""
 
     def __str__(self) -> str:
-        return " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
+        split = " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
+        return f"{split} by {self.form}" if self.form else split
 
     def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
         """Returns the share of the operator's FLOPs that the busiest device runs.
@@ -61,6 +67,36 @@ def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
     return tuple(_build(signature, mesh, parts) for parts in _assignments(signature, axes, choices))
 
 
+def form_strategies(
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh
+) -> Iterator[tuple[Strategy, float]]:
+    """Yields the strategies of all forms of a node, with the share of its FLOPs on a device.
+
+    Args:
+        node: an operator.
+        types: of the tensors that it reads.
+        mesh: the devices.
+
+    Raises:
+        RuleError: a form's factor string cannot be read or does not fit.
+    """
+    for form in forms_of(node.op):
+        yield from _strategies(form, node, types, mesh)
+
+
+def _strategies(
+    form: Form, node: Node, types: tuple[TensorType, ...], mesh: Mesh
+) -> Iterator[tuple[Strategy, float]]:
+    spec = form.spec(node, types)
+    if not spec:
+        return
+    signature = resolve(OpRule(form.op, spec), node, types, node.types)
+    for strategy in strategies(signature, mesh):
+        if form.fits(Part(node, types, strategy.operands, mesh)):
+            share = strategy.share(signature.sizes, mesh)
+            yield replace(strategy, form=form.name), share
+
+
 def _assignments(
     signature: Signature, axes: list[Axis], choices: list[str]
 ) -> Iterator[tuple[tuple[str, str], ...]]:
@@ -79,10 +115,14 @@ def _splits(signature: Signature, part: str, count: int) -> bool:
     Parts may differ by an element if the factor has its dimensions to itself. Within a merged
     dimension uneven parts would not be contiguous.
     """
-    size = signature.sizes.get(part, 0)
-    if size // count < signature.exchanged.get(part, 0):
-        return False
-    return size % count == 0 or (size >= count and part not in signature.merged)
+    alike = [part, *(factor for factor, other in signature.tied.items() if other == part)]
+    for factor in alike:
+        size = signature.sizes.get(factor, 0)
+        if size // count < signature.exchanged.get(part, 0):
+            return False
+        if size % count and (size < count or factor in signature.merged):
+            return False
+    return True
 
 
 def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Strategy:
@@ -129,4 +169,4 @@ def _summed(part: str, signature: Signature, operand: int | None) -> bool:
 
 def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:
     solid = [f for f in dim if signature.sizes[f] > 1]
-    return bool(solid) and solid[0] == factor
+    return bool(solid) and signature.tied.get(solid[0], solid[0]) == factor

@@ -84,6 +84,20 @@ def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
     return index * length + min(index, more), length + (index < more)
 
 
+def blocks(sizes: tuple[int, ...], extent: int) -> list[tuple[int, int]]:
+    """Returns (start, length) of every block of `extent` elements split by axes, outermost first.
+
+    Blocks stand in the order of their elements.
+    """
+    found = [(0, extent)]
+    for size in sizes:
+        parts = [
+            (start, part_of(length, size, at)) for start, length in found for at in range(size)
+        ]
+        found = [(start + offset, length) for start, (offset, length) in parts]
+    return found
+
+
 @dataclass(frozen=True)
 class Layout:
     """Distribution of a tensor over a mesh.

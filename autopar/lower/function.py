@@ -147,12 +147,12 @@ class Writer:
         out = tuple(layout for _, layout in planned.results)
         operands = self.operands(zip(node.inputs, into, strict=True))
         types = tuple(self.graph[name].type for name in node.inputs)
-        wish = self.names.wish(node)
-        borders = tuple(self.names.fresh(f"{wish}_halo") for _ in across(node, types, into)[:-1])
+        wish, steps = self.names.wish(node), across(node, types, into, planned.form)
+        borders = tuple(self.names.fresh(f"{wish}_halo") for _ in steps[:-1])
         target = ""  # it runs for its side effect
         if self._uses.get(node.name):
             target = self._unpacked(node, out) or self.names.fresh(wish)
-        compute = Compute(node, operands, into, out, target, borders)
+        compute = Compute(node, operands, into, out, target, borders, form=planned.form)
         step = self._packing(node, out[0]) if target else None
         if step is not None:
             move = Move(node.name, node.type, step, target, target)

@@ -38,6 +38,7 @@ class Compute:
         borders: variables of the values that are first fetched from neighbours, one for each such
             call.
         apart: whether its products overlap with a collective.
+        form: name of its implementation, "" for the operator as it is.
     """
 
     node: Node
@@ -47,6 +48,7 @@ class Compute:
     target: str
     borders: tuple[str, ...] = ()
     apart: bool = False
+    form: str = ""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def _format_line(line: Line, graph: Graph) -> str:
         text = f"compute %{line.node.name}({', '.join(line.operands)})"
         text += f" : {_format_layouts(line.into, shapes)} -> {_format_layouts(line.out, results)}"
         text += _attribute("borders", line.borders) + (" | apart" if line.apart else "")
+        text += _attribute("form", [line.form] if line.form else [])
         return f"{line.target} = {text}" if line.target else text
     if isinstance(line, Move):
         return _format_move(line)
@@ -234,7 +235,8 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     if match["word"] == "compute":
         borders, apart = attributes.get("borders", ()), "apart" in attributes
         into, out = _layouts(before), _layouts(after)
-        return Compute(node, _names(read), into, out, target, borders, apart)
+        form = " ".join(attributes.get("form", ()))
+        return Compute(node, _names(read), into, out, target, borders, apart, form)
     if match["word"] == "use":
         return Use(node, Storage(*_layouts(before)), read, target)
     (src,), (dst,) = _layouts(before), _layouts(after)

@@ -12,8 +12,9 @@ Generated programs and the proofs of the rules run the same code, on different `
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,20 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.operators.dispatch import Hop, dispatched, takers
+from autopar.operators.forms import method
 from autopar.operators.mixture import Biases, Experts, mixture
-from autopar.operators.peer_devices import Peers, cross_entropy, halo, softmax, summed, widened
+from autopar.operators.peer_devices import (
+    Axes,
+    Peers,
+    cross_entropy,
+    halo,
+    softmax,
+    summed,
+    widened,
+)
 
-Axes = str | tuple[str, ...]
+__all__ = ["CHUNK", "Across", "Axes"]
+
 Stages = tuple[tuple[str, ...], ...]
 CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
@@ -34,10 +45,20 @@ class Across(ABC):
 
     mesh: Mesh
     coordinate: dict[str, int]
+    seen: list[Tensor] | None = None  # a list collects how often each mixture's experts are chosen
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
         """Returns the devices along one axis or several, outermost first."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns the method of a form (see `forms/`), bound to this object."""
+            run = None if name.startswith("_") else method(name)
+            if run is None:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return functools.partial(run, self)
 
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int
@@ -224,6 +245,8 @@ class Across(ABC):
         Along the axes `over` tokens are split, too, and their rows travel to the experts: in one
         hop, or in one for each inner tuple of axes; see `dispatch.py`.
         """
+        if self.seen is not None:
+            self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
         experts = Experts(gate, up, down, act, _three(*biases))
         first = self.group(axis).own(size)[0] if axis else 0
         if not over:

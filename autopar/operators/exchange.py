@@ -18,6 +18,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import LOAD, imbalance
+from autopar.operators.form import Part
+from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
@@ -28,8 +31,8 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The form on shards of an operator that looks into dimensions of an operand, mostly the first.
+class _Look:
+    """How an operator runs on shards that looks into dimensions of an operand, mostly the first.
 
     Attributes:
         method: method of `Across`.
@@ -51,48 +54,57 @@ class _Form:
     operand: int = 0
 
 
-def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
+def across(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple[Node, ...]:
     """Returns `node` as the steps of one device, if a dimension that it looks into is split.
 
     Args:
         node: an operator with global shapes.
         types, operands: types and layouts of the tensors it reads.
+        form: name of its implementation; "" for the operator as it is.
 
     Returns:
         Nodes that call methods of `Across` ("mesh.embedding", with `axis`), the last named like
         `node`; empty if the operator runs unchanged on its shards.
     """
+    if form:
+        return (form_named(node.op, form).call(node, types, operands),)
     if windowed(node):
         return _with_halos(node, types, operands)
-    form = _FORMS.get(node.op)
-    axes = _axes(form, node, types, operands) if form is not None else ()
-    if form is None or not axes:
+    look = _LOOKS.get(node.op)
+    axes = _axes(look, node, types, operands) if look is not None else ()
+    if look is None or not axes:
         return ()
-    args, kwargs = form.write(node)
+    args, kwargs = look.write(node)
     more: Kwargs = (("axis", _one(axes)),)
-    if form.sized:
-        (dim,) = form.dims(node, types)
-        more += (("size", types[form.operand].shape[dim]),)
+    if look.sized:
+        (dim,) = look.dims(node, types)
+        more += (("size", types[look.operand].shape[dim]),)
     if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
         more += (("over", _one(over)),)
-    return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
+    return (replace(node, op=f"mesh.{look.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
 def exchanged(
-    node: Node, types: Types, operands: Layouts, mesh: Mesh
+    node: Node, types: Types, operands: Layouts, mesh: Mesh, form: str = ""
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns the operator's own collectives under these layouts, forwards and backwards."""
+    """Returns the operator's own collectives under these layouts, forwards and backwards.
+
+    `form` names its implementation; "" for the operator as it is.
+    """
+    if form:
+        forward, backward = form_named(node.op, form).sends(Part(node, types, operands, mesh))
+        return forward, backward if node.requires_grad else ()
     if windowed(node):
         return _borders(node, types, operands, mesh)
-    form = _FORMS.get(node.op)
-    axes = _axes(form, node, types, operands) if form is not None else ()
-    if form is None or not axes:
+    look = _LOOKS.get(node.op)
+    axes = _axes(look, node, types, operands) if look is not None else ()
+    if look is None or not axes:
         return (), ()
     if node.op == MIXTURE:
         return _dispatch(node, types, operands, mesh)
-    if form.method == "linear_cross_entropy":
+    if look.method == "linear_cross_entropy":
         return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
-    looked = form.dims(node, types)
+    looked = look.dims(node, types)
     shape = operands[0].local_shape(types[0].shape, mesh)
     rows = 1
     for dim, size in enumerate(shape):
@@ -104,7 +116,7 @@ def exchanged(
             Collective("all_reduce", axes, rows * count * DTYPE_BYTES[names.get(dtype, dtype)])
             for count, dtype in numbers
         )
-        for numbers in (form.forward, form.backward)
+        for numbers in (look.forward, look.backward)
     ]
     if node.op == "aten.cross_entropy_loss" and argument(node, 5, "label_smoothing", 0.0):
         most, sums = calls[0]
@@ -117,7 +129,7 @@ def _dispatch(
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the all_to_all of rows to their experts and back, and that of their numbers.
 
-    Every device is assumed to have as many rows as the others.
+    Every device has as many tokens as the others; the busiest receives most of their rows.
     """
     over = dispatch_axes(node, operands)
     if not over:
@@ -127,7 +139,8 @@ def _dispatch(
     tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
     local = Layout((tokens, ())).local_bytes(rows, mesh)
     counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
-    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (local, counts))
+    busiest = math.ceil(local * imbalance(node, kinds["up"], layouts["up"], mesh))
+    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (busiest, counts))
     return (known, there, there), (there, there) if node.requires_grad else ()
 
 
@@ -143,10 +156,10 @@ def _one(axes: tuple[str, ...]) -> Arg:
     return axes[0] if len(axes) == 1 else axes
 
 
-def _axes(form: _Form, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
+def _axes(look: _Look, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
     """Returns the mesh axes that split the dimensions that the operator looks into."""
     return tuple(
-        axis for dim in form.dims(node, types) for axis in operands[form.operand].dims[dim]
+        axis for dim in look.dims(node, types) for axis in operands[look.operand].dims[dim]
     )
 
 
@@ -217,6 +230,10 @@ def _as_is(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     return node.args, node.kwargs
 
 
+def _mixture(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    return node.args, tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+
+
 def _embedding(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     padding = argument(node, 2, "padding_idx", -1)
     return (*node.args[:2], *((padding,) if padding != -1 else ())), ()
@@ -240,28 +257,28 @@ def _loss(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
 _ROW, _WIDE = (1, ""), (1, "wide")
 _INDEX = (1, "i64")
 _FIRST = (_ROW, _INDEX)  # the maximum, and its first index
-_FORMS = {
-    "aten.embedding": _Form("embedding", lambda node, types: (0,), _embedding, True),
-    "aten.gather": _Form("gather", _dim(1), _gather, True),
-    "aten.index_select": _Form("index_select", _dim(1), _as_is, True),
-    MIXTURE: _Form("mixture", lambda node, types: (0,), _as_is, True),
-    "aten.nll_loss": _Form("nll_loss", _classes, _loss, True),
-    "aten.nll_loss_nd": _Form("nll_loss", _classes, _loss, True),
-    "aten.cross_entropy_loss": _Form(
+_LOOKS = {
+    "aten.embedding": _Look("embedding", lambda node, types: (0,), _embedding, True),
+    "aten.gather": _Look("gather", _dim(1), _gather, True),
+    "aten.index_select": _Look("index_select", _dim(1), _as_is, True),
+    MIXTURE: _Look("mixture", lambda node, types: (0,), _mixture, True),
+    "aten.nll_loss": _Look("nll_loss", _classes, _loss, True),
+    "aten.nll_loss_nd": _Look("nll_loss", _classes, _loss, True),
+    "aten.cross_entropy_loss": _Look(
         "cross_entropy", _classes, _loss, True, forward=(_WIDE, (2, "wide"))
     ),
-    "kernels.linear_cross_entropy": _Form(
+    "kernels.linear_cross_entropy": _Look(
         "linear_cross_entropy", lambda node, types: (0,), _as_is, True, operand=1
     ),
-    "aten.softmax.int": _Form("softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
-    "aten.log_softmax.int": _Form("log_softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
-    "aten.logsumexp": _Form("logsumexp", _some, _as_is, False, (_WIDE, _WIDE)),
-    "aten.amax": _Form("amax", _some, _as_is, False, (_ROW, _INDEX)),
-    "aten.amin": _Form("amin", _some, _as_is, False, (_ROW, _INDEX)),
-    "aten.max": _Form("amax", _every, _as_is, False, (_ROW, _INDEX)),
-    "aten.min": _Form("amin", _every, _as_is, False, (_ROW, _INDEX)),
-    "aten.max.dim": _Form("max", _dim(1), _as_is, True, (*_FIRST, _ROW)),
-    "aten.min.dim": _Form("min", _dim(1), _as_is, True, (*_FIRST, _ROW)),
-    "aten.argmax": _Form("argmax", _dim(1), _as_is, True, _FIRST),
-    "aten.argmin": _Form("argmin", _dim(1), _as_is, True, _FIRST),
+    "aten.softmax.int": _Look("softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
+    "aten.log_softmax.int": _Look("log_softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
+    "aten.logsumexp": _Look("logsumexp", _some, _as_is, False, (_WIDE, _WIDE)),
+    "aten.amax": _Look("amax", _some, _as_is, False, (_ROW, _INDEX)),
+    "aten.amin": _Look("amin", _some, _as_is, False, (_ROW, _INDEX)),
+    "aten.max": _Look("amax", _every, _as_is, False, (_ROW, _INDEX)),
+    "aten.min": _Look("amin", _every, _as_is, False, (_ROW, _INDEX)),
+    "aten.max.dim": _Look("max", _dim(1), _as_is, True, (*_FIRST, _ROW)),
+    "aten.min.dim": _Look("min", _dim(1), _as_is, True, (*_FIRST, _ROW)),
+    "aten.argmax": _Look("argmax", _dim(1), _as_is, True, _FIRST),
+    "aten.argmin": _Look("argmin", _dim(1), _as_is, True, _FIRST),
 }

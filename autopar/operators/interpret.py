@@ -19,6 +19,7 @@ from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.across import Across
 from autopar.operators.assume import ASSUME, assume
+from autopar.operators.expert_load import LOAD
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
 
@@ -238,6 +239,7 @@ def execute(
         return args[1].clone()
     if node.op == MIXTURE:
         gate, up, down, x, ids, weights, act, *biases = args
+        kwargs.pop(LOAD, None)
         experts = Experts(gate, up, down, act, tuple(biases) or (None, None, None))
         return mixture(experts, x, ids, weights, **kwargs)
     if (function := called(node)) is not None:

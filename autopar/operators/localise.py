@@ -37,6 +37,7 @@ def localise(
     operands: tuple[Layout, ...],
     results: tuple[Layout, ...],
     extent: Callable[[int, tuple[str, ...]], Arg],
+    form: str = "",
 ) -> tuple[Node, ...]:
     """Returns `node` as one device runs it.
 
@@ -46,11 +47,12 @@ def localise(
         results: the layouts of its results.
         extent: returns the local size of a dimension of given size that these axes split: a number,
             or a symbol if it differs between devices.
+        form: name of its implementation; "" for the operator as it is.
 
     Returns:
         The steps, nearly always one; the last gives the results. Their `types` stay global.
     """
-    steps = across(node, types, operands)
+    steps = across(node, types, operands, form)
     if steps:
         return steps
     at = SHAPE_ARGUMENT.get(node.op)

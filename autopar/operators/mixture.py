@@ -186,7 +186,7 @@ def rows_near(
 def with_kernels(graph: Graph) -> Graph:
     """Returns `graph` with mixtures that use kernels."""
     nodes = (
-        replace(node, kwargs=(("kernels", True),)) if node.op == MIXTURE else node
+        replace(node, kwargs=(*node.kwargs, ("kernels", True))) if node.op == MIXTURE else node
         for node in graph.nodes
     )
     return replace(graph, nodes=tuple(nodes))

@@ -6,11 +6,13 @@ communication and that of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Axes = str | tuple[str, ...]
 
 
 class Peers(Protocol):
@@ -37,6 +39,31 @@ class Peers(Protocol):
         """Stacks the tensors of all devices, of equal shapes, along a new first dimension."""
         ...
 
+    def blocks(self, extent: int) -> list[tuple[int, int]]:
+        """Returns (start, length) of every device's part, in the order of the parts."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Returns the number of this device's part."""
+        ...
+
+    def order_of_blocks(self) -> Sequence[int]:
+        """Returns where `stack` has the tensor of the device with each part."""
+        ...
+
+    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Starts to send `sent[i]` to the device with part i, and returns what waits for the rest.
+
+        All tensors are flat. What is returned gives the tensors that the others sent, `takes[i]`
+        elements from part i.
+        """
+        ...
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """Returns the sum over all devices of x[i], where i is this device's part."""
+        ...
+
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the tensors sent by the previous and the next device, None at the ends.
 
@@ -53,6 +80,14 @@ class Peers(Protocol):
 
         Returns the rows that arrive, takes[0] from device 0, and so on.
         """
+        ...
+
+
+class Devices(Protocol):
+    """The devices of a mesh, seen from one of them."""
+
+    def group(self, axes: Axes) -> Peers:
+        """Returns the devices along one axis or several, outermost first."""
         ...
 
 

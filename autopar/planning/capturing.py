@@ -18,6 +18,7 @@ from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
+from autopar.operators.expert_load import ExpertLoad, with_load
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
 from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
@@ -71,6 +72,22 @@ class Call:
 
         return self._mapped(first)
 
+    def part_of(self, replicas: int) -> Call:
+        """The call with one replica's slice of the batch; BatchError if it does not divide."""
+
+        def first(name: str, value: Tensor) -> Tensor:
+            if value.shape[0] % replicas:
+                raise BatchError(
+                    f"the input {name.partition('.')[2]!r} does not divide into {replicas}"
+                    " replicas",
+                    why=f"its shape is {list(value.shape)}; every replica takes an equal slice"
+                    " along the first dimension",
+                    todo="pass a batch whose size is a multiple of the number of replicas",
+                )
+            return value[: value.shape[0] // replicas]
+
+        return self._mapped(first)
+
     @property
     def samples(self) -> int:
         """The size of the batch: that of the first dimension of its first tensor with dimensions.
@@ -107,6 +124,22 @@ class Call:
             return value.index_select(0, places)
 
         return self if samples == present else self._mapped(scaled)
+
+    def repeated(self, count: int) -> Call:
+        """The call with `count` times as many samples.
+
+        Only tensors whose first dimension is that of the first tensor grow; others, as a mask that
+        all samples share, stay as they are.
+
+        Raises:
+            BatchError: no tensor has a dimension.
+        """
+        present = self.samples
+
+        def grown(name: str, value: Tensor) -> Tensor:
+            return value.repeat(count, *[1] * (value.dim() - 1)) if len(value) == present else value
+
+        return self._mapped(grown)
 
     def _tensors(self) -> dict[str, Tensor]:
         return self._structure().flatten(self._arguments())
@@ -194,5 +227,7 @@ def capture_graph(
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
         graph = verify(fuse(graph, options.fuse))
         keep("fuse", graph)
+    if options.expert_load != "equal":
+        graph = with_load(graph, ExpertLoad.parse(options.expert_load))
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))

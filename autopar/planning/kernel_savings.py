@@ -73,7 +73,8 @@ def _operators(
         kernel, after = node.op.removeprefix(PREFIX), _both(_work(line, graph, plan, table))
         if node.op == MIXTURE:
             kernel = EXPERTS
-            without = replace(line, node=replace(node, kwargs=()))
+            kept = tuple(pair for pair in node.kwargs if pair[0] != "kernels")
+            without = replace(line, node=replace(node, kwargs=kept))
             before = _both(_work(without, graph, plan, table))
         else:
             before = tuple(_whole(_expanded(graph, node, line.into, plan.mesh), table, alone))
@@ -250,7 +251,7 @@ def _work(line: Compute, graph: Graph, plan: StagePlan, table: dict[str, OpRule]
     """Prices an operator in the layouts in which its line computes it."""
     node, types, rule = line.node, operand_types(graph, line.node), table.get(line.node.op)
     signature = resolve(rule, node, types, node.types) if rule is not None else None
-    return node_work(graph, node, line.into, line.out, signature, plan.mesh)
+    return node_work(graph, node, line.into, line.out, signature, plan.mesh, line.form)
 
 
 def _line(node: Node) -> str:

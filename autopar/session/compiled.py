@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
+from autopar.intra_op.node_choices import input_layout
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
@@ -29,7 +30,7 @@ from autopar.lower.literals import printable
 from autopar.lower.lowered_text import format_lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
-from autopar.planning.options import Options
+from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.wiring import wiring_of
@@ -37,12 +38,16 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.inductor import loaded
+from autopar.runtime.outer.local_updates import LocalUpdates
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.ranks.processes import local_device
+from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
+from autopar.runtime.trained import Program
 from autopar.runtime.update.update import Training
 from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
@@ -58,10 +63,12 @@ class Running:
     Attributes:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether the step is captured and replayed.
+        shapes: for batches of how many shapes the session compiles programs that train.
     """
 
     backend: str = "eager"
     cuda_graph: bool = False
+    shapes: int = 1
 
 
 @dataclass(frozen=True)
@@ -146,12 +153,13 @@ class Compiled:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of one microbatch, name -> type."""
-        return {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
+        """The inputs of one microbatch: name -> dtype, global shape and layout."""
+        return {
+            leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
+            for leaf in self.captured.graph.leaves("input")
+        }
 
-    def start(
-        self, values: Mapping[str, Tensor], training: Training, running: Running
-    ) -> Executor | Pipeline:
+    def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:
         """Load it on this rank's device; every rank calls it.
 
         Args:
@@ -163,21 +171,43 @@ class Compiled:
             ProgramError: the optimizer or the way of running do not fit it.
             StateError: `values` does not fit it.
         """
-        modules = [
-            loaded(source, self._name(number, source), running.backend)
-            for number, source in enumerate(self.sources)
-        ]
-        if not self.plan.is_pipeline:
-            runtime = Runtime(self.plan.mesh, local_device())
+        modules, outer, mesh = self.modules(running.backend), self.plan.outer, self.plan.mesh
+        if outer is None:
+            return self._started(modules, values, training, running, Peers.here())
+        peers = Peers.here().within(outer.replicas(mesh))
+        program = self._started(modules, values, training, running, peers)
+        sliced = self.plan.stages[0].asked.batches == GLOBAL
+        return LocalUpdates(program, outer, mesh, peers, sliced)
+
+    def _started(
+        self,
+        modules: Sequence[Generated],
+        values: Mapping[str, Tensor],
+        training: Training,
+        running: Running,
+        peers: Peers,
+    ) -> Executor | Pipeline:
+        """The program of all ranks, or of the replica that `peers` are."""
+        plan = self.plan.inner
+        if not plan.is_pipeline:
+            runtime = Runtime(plan.mesh, local_device(), peers=peers)
             return Executor(
                 modules[0], runtime, values, training, tied=self.tied,
                 cuda_graph=running.cuda_graph,
             )  # fmt: skip
-        placement = self.placement
-        refuse_for_stages(self.plan, placement, running)
+        placement = self.placement.on(peers.ranks)
+        refuse_for_stages(plan, placement, running)
         return Pipeline(
-            modules, placement, self.inputs, local_device(), values, training, tied=self.tied
-        )
+            modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
+            peers=peers,
+        )  # fmt: skip
+
+    def modules(self, backend: str) -> list[Generated]:
+        """Returns the loaded program of every stage; ProgramError if one cannot be loaded."""
+        return [
+            loaded(source, self._name(number, source), backend)
+            for number, source in enumerate(self.sources)
+        ]
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `autopar.load` reads on any number of processes.

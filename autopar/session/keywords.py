@@ -31,10 +31,11 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -114,6 +115,15 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
+            along other axes pass the same part. See `Session.data_rank`.
+        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
+        outer: how replicas along independent axes of the mesh, which train apart, synchronise:
+            `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node, tau=12"; see
+            `autopar/outer.py`. That changes what is computed. Every replica takes its part of a
+            batch. A given plan says it by itself.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -136,6 +146,9 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
+    expert_load: str
+    outer: Outer | str | None
     trace: str | Path | None
 
 
@@ -157,6 +170,9 @@ class TrainKeywords(AverageKeywords, total=False):
             saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
+        shapes: for how many shapes of batches programs are compiled, as they come, over the same
+            parameters and optimizer; see `docs/how-to/data.md`. By default a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -164,6 +180,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -200,18 +217,23 @@ _CHECKS: dict[str, Check] = {
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "expert_load": Text(2**20),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
+    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
-    "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
+    "batches": GLOBAL, "outer": None,
 }  # fmt: skip
 
 
@@ -267,6 +289,7 @@ def planning_options(
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "expert_load",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},
@@ -274,6 +297,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        batches=_batches(plan, said["batches"]),
         collectives=_collectives(plan, said["collectives"]),
         update=observed(optimizer, trained.options, trained.ema is not None),
     )
@@ -289,7 +313,24 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"])
+    return Running(said["backend"], said["cuda_graph"], said["shapes"])
+
+
+def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
+    """How replicas synchronise; what a plan says where one is given.
+
+    Raises:
+        OptionError: a text cannot be read.
+        PlanMismatchError: the plan says another method.
+    """
+    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    if plan is None or wanted in (None, plan.outer):
+        return wanted if plan is None else plan.outer
+    raise PlanMismatchError(
+        f"the plan's outer method is {plan.outer or 'none'}",
+        why=f"outer={str(wanted)!r} is asked for",
+        todo="leave out outer, or plan again",
+    )
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
@@ -304,6 +345,20 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
             todo="leave out collectives, or plan again",
         )
     return said
+
+
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Returns who passes what of a batch: what a plan records, or what is wanted without one."""
+    if plan is None:
+        return wanted
+    recorded = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, recorded):
+        raise PlanMismatchError(
+            f"the plan is for {recorded} batches",
+            why=f"batches={wanted!r} is asked for",
+            todo="leave out batches, or plan again",
+        )
+    return recorded
 
 
 def _precision(

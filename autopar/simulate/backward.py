@@ -28,11 +28,13 @@ class Operator:
         recipe: the buffers that it allocates and saves.
         work: its kernels in each direction.
         asks: its own collectives in each direction.
+        turns: in all of them but the last it sends beside its kernels.
     """
 
     recipe: Recipe
     work: NodeWork
     asks: tuple[tuple[Collective, ...], tuple[Collective, ...]]
+    turns: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -164,7 +166,11 @@ def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:
     work = entry.operator.work.backward
     if work or any(size > 0 for size in memory.gradients):
         needs = [ready, *(there for _, there in fetched)]
-        recorder.compute(f"{entry.name} backward", entry.name, work, needs)
+        title, turns = f"{entry.name} backward", entry.operator.turns
+        if turns > 1:
+            recorder.in_turns(title, entry.name, entry.operator.asks[1], work, needs)
+        else:
+            recorder.compute(title, entry.name, work, needs)
         recorder.scratch("temporary", f"of {entry.name} backward", memory.backward_scratch)
         ready = -1
     given: list[tuple[Value, Buffer]] = []
@@ -175,7 +181,7 @@ def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:
             given.append((operand, recorder.hold(new)))
         elif size == 0:
             given.append((operand, recorder.hold(gradient)))
-    for call in entry.operator.asks[1]:
+    for call in entry.operator.asks[1] if entry.operator.turns == 1 else ():
         title = f"{call.kind} in {entry.name} backward"
         recorder.collective(title, entry.name, call, "exchange")
     recorder.drop(gradient)

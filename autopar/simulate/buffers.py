@@ -7,7 +7,7 @@ recorded on the current task.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -117,6 +117,29 @@ class Recorder:
         self._add(f"products beside {name}", node, COMPUTE, what, (), "", share)
         self.barrier = len(self.drafts) - 1
         self._add(f"products after {name}", node, COMPUTE, what, (sent,), "", 1 - share)
+        self.barrier = len(self.drafts) - 1
+
+    def in_turns(
+        self,
+        name: str,
+        node: str,
+        calls: Sequence[Collective],
+        what: tuple[Work, ...],
+        needs: Iterable[int],
+    ) -> None:
+        """Kernels in turns of equal length, each but the last one beside a part of the calls.
+
+        A turn begins when the one before it has computed and sent.
+        """
+        turns = len(calls) + 1
+        needs = tuple(needs)
+        for call in (*calls, None):
+            after = len(self.drafts)
+            if call is not None:
+                title = f"{call.kind} in {name}"
+                self._add(title, node, ",".join(call.axes), call, needs, "exchange")
+            self._add(name, node, COMPUTE, what, needs, "", 1 / turns)
+            needs = tuple(range(after, len(self.drafts)))
         self.barrier = len(self.drafts) - 1
 
     def launch(

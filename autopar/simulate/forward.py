@@ -17,6 +17,8 @@ from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
+from autopar.operators.form import Part
+from autopar.operators.forms import form_named
 from autopar.simulate.activation_offload import ActivationOffload
 from autopar.simulate.backward import Block, Computed, Entry, Operator, Products, Resharded, Summed
 from autopar.simulate.buffers import Buffer, Recorder, Value
@@ -217,14 +219,18 @@ class Forward:
             if len(planned.operands) == len(reads):
                 into = tuple(layout for _, layout in planned.operands)
                 types = tuple(read.type for read in reads)
-                asks = exchanged(node, types, into, self.plan.mesh)
+                asks = exchanged(node, types, into, self.plan.mesh, planned.form)
             work = self._work(node)
             if line.apart:
                 work = NodeWork((), products(work, reads[0].requires_grad)[2])
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
-            memory = recipe(node, reads, into, out, self.plan.mesh, self.accelerator)
-            self.operators[node.name] = Operator(memory, work, asks)
+            memory = recipe(node, reads, into, out, self.plan.mesh, self.accelerator, planned.form)
+            turns = 1
+            if planned.form:
+                part = Part(node, tuple(read.type for read in reads), into, self.plan.mesh)
+                turns = form_named(node.op, planned.form).turns(part)
+            self.operators[node.name] = Operator(memory, work, asks, turns)
         return self.operators[node.name]
 
     def _work(self, node: Node) -> NodeWork:
@@ -242,7 +248,11 @@ class Forward:
             value = Value(self._left(node.name), node.requires_grad)
         else:
             ready = [value.ready for value in operands]
-            recorder.compute(self._title(name), name, operator.work.forward, ready)
+            work = operator.work.forward
+            if operator.turns > 1:
+                recorder.in_turns(self._title(name), name, operator.asks[0], work, ready)
+            else:
+                recorder.compute(self._title(name), name, work, ready)
             value = Value(
                 operands[memory.alias].buffer
                 if memory.alias >= 0
@@ -250,7 +260,7 @@ class Forward:
                 node.requires_grad,
             )
             recorder.scratch("temporary", f"of {name}", memory.scratch)
-        for call in () if skipped else operator.asks[0]:
+        for call in () if skipped or operator.turns > 1 else operator.asks[0]:
             recorder.collective(f"{call.kind} in {self._title(name)}", name, call, "exchange")
         if twice is not None and not twice.second:
             if node.name in twice.what.kept:

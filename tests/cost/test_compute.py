@@ -1,4 +1,4 @@
-"""The roofline, the table of devices, and devices that are described or unknown."""
+"""The roofline, the table of devices, and custom or unknown devices."""
 
 from __future__ import annotations
 

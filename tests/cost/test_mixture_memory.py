@@ -1,4 +1,4 @@
-"""What a mixture of experts keeps and needs besides, against every storage that torch makes."""
+"""Memory of a mixture of experts, against every storage that torch allocates."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import Device, devices
+from autopar.cost.device_fit import errors, fit_attention, fit_products, samples, simplex
 from autopar.cost.kernel_tables import Attention, Products
-from autopar.cost.table_fits import errors, fit_attention, fit_products, samples, simplex
 from autopar.errors import CostError
 
 CHIP = next(entry for entry in devices() if entry.name == "A100-80")

@@ -1,10 +1,10 @@
-"""Generated programs send what was priced."""
+"""Generated programs communicate what was priced."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -37,6 +37,39 @@ class Peers:
     def __init__(self, ledger: Ledger, axes: tuple[str, ...]) -> None:
         self.ledger, self.axes = ledger, axes
         self.size = math.prod(ledger.mesh.axis_size(axis) for axis in axes)
+
+    @property
+    def index(self) -> int:
+        return 0
+
+    def blocks(self, extent: int) -> list[tuple[int, int]]:
+        found = [(0, extent)]
+        for parts in map(self.ledger.mesh.axis_size, self.axes):
+            inner = list[tuple[int, int]]()
+            for start, whole in found:
+                for at in range(parts):  # the first ones are the longest
+                    length = whole // parts + (at < whole % parts)
+                    inner.append((start, length))
+                    start += length
+            found = inner
+        return found
+
+    def order_of_blocks(self) -> Sequence[int]:
+        return range(self.size)
+
+    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        nbytes = sum(x.nbytes for x in sent)
+        kind = "send" if sum(bool(x.numel()) for x in sent) == 1 else "all_to_all"
+        self.ledger.calls.append(Collective(kind, self.axes, nbytes))
+        return lambda: [sent[0].new_zeros(count) for count in takes]
+
+    def stack(self, x: Tensor) -> Tensor:
+        self.ledger.calls.append(Collective("all_gather", self.axes, x.nbytes))
+        return torch.stack([x] * self.size)
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        self.ledger.calls.append(Collective("reduce_scatter", self.axes, x.nbytes))
+        return x[0] * self.size
 
     def own(self, extent: int) -> tuple[int, int]:
         return 0, self.ledger.part(extent, self.axes)
@@ -105,6 +138,8 @@ class Ledger(Across):
         return Peers(self, (axes,) if isinstance(axes, str) else axes)
 
     def __getattr__(self, op: str) -> Callable[..., Tensor]:
+        if op not in self.MOVES:
+            return super().__getattr__(op)
         forward, backward, shape = self.MOVES[op]
 
         def move(

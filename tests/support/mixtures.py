@@ -100,7 +100,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 class Routed(nn.Module):
-    """A layer of experts without gates, routed in two dimensions, by `autopar.mixture`."""
+    """A layer of experts without gates, on tokens in two dimensions, by `autopar.mixture`.
+
+    Experts are balanced as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): a bias, by which they
+    are chosen, grows for those that are chosen less often than the average.
+    """
 
     def __init__(self, width: int, inner: int, experts: int) -> None:
         super().__init__()
@@ -108,9 +112,19 @@ class Routed(nn.Module):
         self.up = nn.Parameter(torch.zeros(experts, inner, width))
         self.down = nn.Parameter(torch.zeros(experts, width, inner))
         self.bias = nn.Parameter(torch.zeros(experts, width))
+        self.register_buffer("balance", torch.zeros(experts))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of every token's experts, and these."""
+        scores = self.router(x).softmax(-1)
+        ids = (scores + self.balance).topk(2).indices
+        with torch.no_grad():
+            counts = F.one_hot(ids, len(self.up)).sum((0, 1, 2)).to(scores.dtype)
+            self.balance.add_(0.01 * torch.sign(counts.mean() - counts))
+        return scores.gather(-1, ids), ids
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).softmax(-1).topk(2)
+        weights, ids = self.route(x)
         biases = None, None, self.bias
         act = "mul(up, sigmoid(up))"
         return x + autopar.mixture(
@@ -139,7 +153,7 @@ class Looped(Routed):
     """The same, one expert after the other on all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).softmax(-1).topk(2)
+        weights, ids = self.route(x)
         total = x
         for expert in range(len(self.up)):
             share = (weights * (ids == expert)).sum(-1, keepdim=True)

@@ -62,7 +62,7 @@ def amounts(
     rows: Rows = {}
     for option in options:
         into, out = option.operands, option.results
-        memory = recipe(node, operands, into, out, mesh, accelerator)
+        memory = recipe(node, operands, into, out, mesh, accelerator, option.form)
         sizes: dict[tuple[Role, int], float] = {
             ("value", -1): sum(memory.results),
             ("owed", -1): sum(memory.results) if out[0].partial else 0.0,

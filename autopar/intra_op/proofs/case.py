@@ -141,11 +141,11 @@ class Case:
         wants = [value.requires_grad for value in self.operands]
 
         def run(rank: int, device: ThreadDevice | None) -> _Outcome:
-            steps = localise(self.node, self.types, *layouts, _extent(mesh, rank))
+            steps = localise(self.node, self.types, *layouts, _extent(mesh, rank), strategy.form)
             local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
             return _run(steps, local, [part[rank] for part in owed], self.random, device)
 
-        if across(self.node, self.types, strategy.operands):
+        if across(self.node, self.types, strategy.operands, strategy.form):
             runs = on_all_devices(mesh, run)
         else:
             runs = [run(rank, None) for rank in range(mesh.size)]

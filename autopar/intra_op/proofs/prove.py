@@ -32,9 +32,10 @@ from autopar.intra_op.proofs.case import (
     read_node,
 )
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.strategy import strategies
+from autopar.intra_op.strategy import Strategy, form_strategies, strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.operators.forms import forms_of
 from autopar.operators.interpret import tensor_type
 
 
@@ -65,6 +66,8 @@ class Report:
 def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "cpu") -> Report:
     """Runs a rule's examples under every strategy, on one axis of each size and on two axes.
 
+    The operator's forms are run too, and the rule also on their examples.
+
     Operators that draw random numbers or leave memory uninitialised are compared by shape only.
 
     Args:
@@ -76,7 +79,9 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "
         RuleError: an example cannot be read or run, or the rule does not fit it.
     """
     with own_randomness(device):
-        cases = [read_example(rule, text, device) for text in rule.examples]
+        forms = (text for form in forms_of(rule.op) for text in form.examples)
+        examples = dict.fromkeys((*rule.examples, *forms))
+        cases = [read_example(rule, text, device) for text in examples]
         return _report(rule, cases, mesh_sizes)
 
 
@@ -135,6 +140,11 @@ def prove_node(
         return _report(rule, [read_node(rule, graph, node)], mesh_sizes)
 
 
+def _formed(case: Case, mesh: Mesh) -> list[Strategy]:
+    """Returns the strategies of the operator's forms."""
+    return [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
+
+
 def _report(rule: OpRule, cases: Sequence[Case], mesh_sizes: tuple[int, ...]) -> Report:
     meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
     meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
@@ -142,7 +152,7 @@ def _report(rule: OpRule, cases: Sequence[Case], mesh_sizes: tuple[int, ...]) ->
         (case, strategy, mesh)
         for case in cases
         for mesh in meshes
-        for strategy in strategies(case.signature, mesh)
+        for strategy in (*strategies(case.signature, mesh), *_formed(case, mesh))
     ]
     failures = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
     return Report(rule.op, len(runs), tuple(failure for failure in failures if failure is not None))

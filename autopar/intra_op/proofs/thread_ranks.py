@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, blocks
 from autopar.operators.across import Across, Axes
 
 Value = TypeVar("Value")
@@ -58,6 +58,22 @@ class _ThreadPeers:
 
     def stack(self, x: Tensor) -> Tensor:
         return torch.stack(self.table.swap(self.index, x.detach().clone()))
+
+    def blocks(self, extent: int) -> list[tuple[int, int]]:
+        return blocks(tuple(map(self.mesh.axis_size, self.axes)), extent)
+
+    def order_of_blocks(self) -> Sequence[int]:
+        return range(self.size)
+
+    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        dealt = self.table.swap(self.index, [x.detach().clone() for x in sent])
+        taken = [pieces[self.index] for pieces in dealt]
+        if [x.numel() for x in taken] != list(takes):
+            raise ValueError(f"{takes} elements are awaited, {[x.numel() for x in taken]} come")
+        return lambda: taken
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        return torch.stack([y[self.index] for y in self.table.swap(self.index, x.clone())]).sum(0)
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         sent = self.table.swap(self.index, (before.detach().clone(), after.detach().clone()))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import LayoutError
-from autopar.ir.tensor import part_of
+from autopar.ir.tensor import blocks, part_of
 from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.ranks.channel import Channel
 
@@ -176,6 +176,43 @@ class Group:
     def _by_rank(self) -> tuple[int, ...]:
         """Returns the number of each group rank's block."""
         return tuple(start for start, _ in _parts(self.sizes, self.order, self.size))
+
+    def blocks(self, extent: int) -> list[tuple[int, int]]:
+        """Returns (start, length) of the blocks of all ranks, in the order of the blocks."""
+        return blocks(self.sizes, extent)
+
+    def order_of_blocks(self) -> Sequence[int]:
+        """Returns the group rank with each block."""
+        ranks = {index: rank for rank, (index, _) in enumerate(self.parts(self.size))}
+        return [ranks[index] for index in range(self.size)]
+
+    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Starts to send `sent[i]` to the rank with block i, and returns what waits for the rest.
+
+        All tensors are flat. What is returned gives the tensors that the others sent, `takes[i]`
+        elements from the rank with block i.
+        """
+        index_of = [index for index, _ in _parts(self.sizes, self.order, self.size)]
+        sends = [sent[index].numel() for index in index_of]
+        counts = [takes[index] for index in index_of]
+        row = torch.cat([sent[index] for index in index_of])
+        out = row.new_empty(sum(counts))
+        work = self.calls.all_to_all(out, row, counts, sends, ahead=True)
+
+        def arrive(row: Tensor | None = row) -> list[Tensor]:  # held until all of it is sent
+            if work is not None:
+                work.wait()
+            taken = dict(zip(index_of, out.split(counts), strict=True))
+            return [taken[index] for index in range(self.size)]
+
+        return arrive
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks of x[i], where i is this rank's block."""
+        index_of = [index for index, _ in _parts(self.sizes, self.order, self.size)]
+        out = x.new_empty(x.shape[1:])
+        self.calls.reduce_scatter(out.view(-1), x[index_of].reshape(-1))
+        return out
 
     def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns this rank's block of the sum over the group, computed in `dtype` if given."""

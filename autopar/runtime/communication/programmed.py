@@ -112,18 +112,22 @@ class ProgrammedChannel(Channel):
         x: Tensor,
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
-    ) -> None:
-        """Sends one block of x to every rank; uneven blocks are the library's."""
+        ahead: bool = False,
+    ) -> Waiting | None:
+        """Sends one block of x to every rank, by a program at once; uneven ones are the library's.
+
+        Those may be sent `ahead`.
+        """
         by = "" if takes is not None or sends is not None else self._pick("all_to_all", x.nbytes)
         fits = _plain(x) and _plain(out) and x.numel() == out.numel()
         if not by or not fits or x.numel() % len(self.ranks):
-            super().all_to_all(out, x, takes, sends)
-            return
+            return super().all_to_all(out, x, takes, sends, ahead)
         flat, into = x.view(-1), out.view(-1)
         each = flat.numel() // len(self.ranks)
         own = slice(self._me * each, (self._me + 1) * each)
         into[own] = flat[own]
         self._play("all_to_all", by, each, x.nbytes, [flat, into])
+        return None
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the x of a global rank into all others; the library's, but from the first rank."""

@@ -96,11 +96,20 @@ class Channel:
         x: Tensor,
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
-    ) -> None:
-        """Sends one block of x to every rank: equal ones, or of `takes` and `sends` elements."""
+        ahead: bool = False,
+    ) -> Waiting | None:
+        """Sends one block of x to every rank: equal ones, or of `takes` and `sends` elements.
+
+        With `ahead` the result must be awaited.
+        """
         # Uneven blocks differ between ranks, but the bytes of one event must not.
-        nbytes = x.nbytes if takes is None else 0
-        self._run("all_to_all", nbytes, dist.all_to_all_single, out, x, takes, sends)
+        nbytes, handle = x.nbytes if takes is None else 0, self.handle
+        event = self.recorder.begin(self.name, self.ranks, "all_to_all", nbytes, not ahead)
+        work = dist.all_to_all_single(out, x, takes, sends, group=handle, async_op=ahead)
+        if work is not None:
+            return Waiting(work, event)
+        self.recorder.end(event)
+        return None
 
     def all_to_all_beside(
         self, out: Tensor, x: Tensor, takes: Sequence[int], sends: Sequence[int]

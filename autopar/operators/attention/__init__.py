@@ -1,0 +1,1 @@
+"""Attention in parts of keys or of heads: what the forms of attention have in common."""

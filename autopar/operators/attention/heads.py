@@ -1,0 +1,134 @@
+"""Sequences exchanged for heads: each device gets all positions of some heads, in one call.
+
+Jacobs et al., "DeepSpeed Ulysses" (arXiv:2309.14509), section 3. A device gets the heads of keys
+and values that its heads of queries read; where there are fewer of those than devices, or they are
+not cut evenly, several devices get the same one, and their gradients add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.operators.peer_devices import Peers
+
+Run = tuple[int, int]  # first and number
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads of a tensor each device gets, and which positions each had.
+
+    Attributes:
+        heads: of each device; they may overlap.
+        rows: positions of each device.
+        every: number of heads.
+    """
+
+    heads: tuple[Run, ...]
+    rows: tuple[Run, ...]
+    every: int
+
+    @classmethod
+    def of(cls, peers: Peers, count: int, heads: int, extent: int) -> Heads:
+        """Returns those of a tensor with so many heads that `count` heads of queries read."""
+        readers = peers.blocks(count)
+        share = count // heads
+        runs = [(at // share, (at + n - 1) // share - at // share + 1) for at, n in readers]
+        return cls(tuple(runs), tuple(peers.blocks(extent)), heads)
+
+
+def to_heads(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> tuple[Tensor, ...]:
+    """Returns all positions of this device's heads, [..., heads, positions, width] each."""
+    found: tuple[Tensor, ...] = _ToHeads.apply(how, peers, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+def to_rows(x: Tensor, how: Heads, peers: Peers) -> Tensor:
+    """Returns this device's positions of all heads, where each device has some heads of its own."""
+    out: Tensor = _ToRows.apply(how, peers, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, how: Sequence[Heads], peers: Peers, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.how, ctx.peers = how, peers
+        return _to_heads(tensors, how, peers)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_to_rows(gradients, ctx.how, ctx.peers)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: Heads, peers: Peers, x: Tensor) -> Tensor:
+        ctx.how, ctx.peers = how, peers
+        return _to_rows((x,), (how,), peers)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _to_heads(gradients, (ctx.how,), ctx.peers)[0]
+
+
+def _to_heads(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> tuple[Tensor, ...]:
+    me, everyone = peers.index, range(peers.size)
+    sent = [
+        [x.narrow(-3, *each.heads[other]) for x, each in zip(tensors, how, strict=True)]
+        for other in everyone
+    ]
+    shapes = [
+        [
+            (*x.shape[:-3], each.heads[me][1], each.rows[other][1], x.shape[-1])
+            for x, each in zip(tensors, how, strict=True)
+        ]
+        for other in everyone
+    ]
+    parts = _dealt(sent, shapes, peers)
+    return tuple(torch.cat(row, -2) for row in zip(*parts, strict=True))
+
+
+def _to_rows(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> tuple[Tensor, ...]:
+    me, everyone = peers.index, range(peers.size)
+    sent = [
+        [x.narrow(-2, *each.rows[other]) for x, each in zip(tensors, how, strict=True)]
+        for other in everyone
+    ]
+    shapes = [
+        [
+            (*x.shape[:-3], each.heads[other][1], each.rows[me][1], x.shape[-1])
+            for x, each in zip(tensors, how, strict=True)
+        ]
+        for other in everyone
+    ]
+    parts = _dealt(sent, shapes, peers)
+    results = [
+        x.new_zeros((*x.shape[:-3], each.every, each.rows[me][1], x.shape[-1]))
+        for x, each in zip(tensors, how, strict=True)
+    ]
+    for other in everyone:
+        for result, part, each in zip(results, parts[other], how, strict=True):
+            result.narrow(-3, *each.heads[other]).add_(part)
+    return tuple(results)
+
+
+def _dealt(
+    sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], peers: Peers
+) -> list[list[Tensor]]:
+    """Returns what each device sends to this one, in one call, given the shapes of it."""
+    sizes = [[torch.Size(shape).numel() for shape in row] for row in shapes]
+    rows = [torch.cat([part.reshape(-1) for part in parts]) for parts in sent]
+    taken = peers.deal(rows, [sum(row) for row in sizes])()
+    return [
+        [part.view(shape) for part, shape in zip(row.split(size), each, strict=True)]
+        for row, size, each in zip(taken, sizes, shapes, strict=True)
+    ]

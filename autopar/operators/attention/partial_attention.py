@@ -1,0 +1,143 @@
+"""Attention over some of the keys, its gradient, and the merge of two such parts.
+
+    lse = log sum exp(scale q k^T + mask),    out = exp(scale q k^T + mask - lse) v
+
+Parts with the sums of their exponentials merge to the attention over all of their keys; with the
+merged lse and out, the gradient of each part is that of its own keys alone (Dao,
+"FlashAttention-2", arXiv:2307.08691, section 3.1; Liu et al., "Ring Attention", arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.operators.peer_devices import widened
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What attention computes, whichever keys it sees.
+
+    Attributes:
+        scale: factor of the products; None for 1 / sqrt(width of a head).
+        causal: whether a query sees no later keys.
+        grouped: whether equally many neighbouring heads of queries share a head of keys.
+    """
+
+    scale: float | None = None
+    causal: bool = False
+    grouped: bool = False
+
+    @classmethod
+    def of(
+        cls, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+    ) -> Attention:
+        """Returns what torch's keywords say."""
+        return cls(scale, is_causal, enable_gqa)
+
+    def factor(self, query: Tensor) -> float:
+        """Returns the factor of the products."""
+        return 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+
+    def repeated(self, keys: Tensor, query: Tensor) -> Tensor:
+        """Returns keys or values with a head for each head of the queries."""
+        if not self.grouped or keys.dim() < 3 or keys.shape[-3] == query.shape[-3]:
+            return keys
+        return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], -3)
+
+    def summed(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """Returns a gradient of repeated, broadcast keys or values, summed to their shape."""
+        if self.grouped and like.dim() > 2 and gradient.shape[-3] != like.shape[-3]:
+            heads = like.shape[-3]
+            gradient = gradient.unflatten(-3, (heads, gradient.shape[-3] // heads)).sum(-3)
+        return gradient.sum_to_size(like.shape)
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention, ahead: int
+) -> tuple[Tensor, Tensor]:
+    """Returns attention over some keys, in at least float32, and the lse of each query.
+
+    Args:
+        query: [..., heads, queries, width].
+        key, value: [..., heads, keys, width].
+        mask: bool or additive, broadcast to [..., heads, queries, keys]; None for none.
+        how: what is computed.
+        ahead: position of the first query less that of the first key, for a causal mask.
+
+    Returns:
+        [..., heads, queries, width of values] and [..., heads, queries, 1]. A query without a key
+        has lse -inf and result 0.
+    """
+    scores = _scores(query, how.repeated(key, query), mask, how, ahead)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - _finite(lse)).exp()
+    return weights @ widened(how.repeated(value, query)), lse
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two attentions of the same queries over different keys as one."""
+    total = torch.logaddexp(lse, more_lse)
+    finite = _finite(total)
+    return out * (lse - finite).exp() + more * (more_lse - finite).exp(), total
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one part of attention; `mask` is None where there is no additive mask."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+def partial_gradients(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    how: Attention,
+    ahead: int,
+    after: tuple[Tensor, Tensor, Tensor],
+) -> Gradients:
+    """Returns the gradients that come from some keys, in at least float32.
+
+    Args:
+        tensors: query, key and value, as in `partial_attention`.
+        mask, how, ahead: as there.
+        after: lse of the queries over all keys, the gradient of the result, and the sum of that
+            times the result, [..., heads, queries, 1].
+    """
+    query, key, value = tensors
+    lse, given, delta = after
+    keys, values = widened(how.repeated(key, query)), widened(how.repeated(value, query))
+    weights = (_scores(query, keys, mask, how, ahead) - _finite(lse)).exp()
+    scores = weights * (given @ values.mT - delta)
+    factor = how.factor(query)
+    additive = mask is not None and mask.is_floating_point()
+    return Gradients(
+        (scores @ keys * factor).sum_to_size(query.shape),
+        how.summed(scores.mT @ widened(query) * factor, key),
+        how.summed(weights.mT @ given, value),
+        scores.sum_to_size(mask.shape) if additive and mask is not None else None,
+    )
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, how: Attention, ahead: int) -> Tensor:
+    scores = widened(query) @ widened(key).mT * how.factor(query)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    if how.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(ahead)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Returns lse with 0 where there is no key, so that exponentials there are 0."""
+    return lse.masked_fill(lse == -torch.inf, 0)

@@ -1,0 +1,217 @@
+"""Ring attention: keys and values travel around the devices, each of which keeps its queries.
+
+Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
+(arXiv:2310.01889), section 3: while a device computes on one block, it sends that to the next one.
+Forwards a block makes n - 1 hops. Backwards it makes them again, and the gradients of its keys and
+values follow it one turn behind, and home by one hop more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.operators.attention.partial_attention import (
+    Attention,
+    merge,
+    partial_attention,
+    partial_gradients,
+)
+from autopar.operators.attention.sequences import Order, length
+from autopar.operators.peer_devices import Peers, widened
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The devices of a ring, and the positions that each has of the queries and of the keys."""
+
+    peers: Peers
+    queries: Order
+    keys: Order
+
+    def source(self, turn: int) -> int:
+        """Returns whose keys this device has in a turn."""
+        return (self.peers.index - turn) % self.peers.size
+
+    def longest(self) -> int:
+        """Returns the keys of the longest part."""
+        return max(map(length, self.keys))
+
+    def passed_on(self, row: Tensor) -> Callable[[], Tensor]:
+        """Starts to send a row to the next device; what is returned waits for the previous one's.
+
+        Rows have equal lengths.
+        """
+        nothing, size, me = row.new_empty(0), self.peers.size, self.peers.index
+        sent, takes = [nothing] * size, [0] * size
+        sent[(me + 1) % size], takes[me - 1] = row, row.numel()
+        wait = self.peers.deal(sent, takes)
+        return lambda: wait()[me - 1]
+
+    def meetings(
+        self, turn: int, causal: bool
+    ) -> Iterator[tuple[tuple[int, int], tuple[int, int], int | None, int]]:
+        """Yields which of this device's queries meet which of the keys of a turn.
+
+        Returns:
+            (place, length) among the queries and among the keys, the distance of the first query
+            from the first key where a causal mask cuts through, else None; and the first key's
+            position.
+        """
+        at = 0
+        for first, count in self.queries[self.peers.index]:
+            to = 0
+            for start, size in self.keys[self.source(turn)]:
+                ahead = first - start
+                if not causal or ahead + count > 0:
+                    cut = causal and ahead < size - 1
+                    yield (at, count), (to, size), ahead if cut else None, start
+                to += size
+            at += count
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention, ring: Ring
+) -> Tensor:
+    """Returns attention of this device's queries over the keys of all devices.
+
+    Args:
+        query: [..., heads, queries, width].
+        key, value: this device's keys, [..., heads, keys, width].
+        mask: of this device's queries and all keys, broadcast; None for none.
+        how: what is computed.
+        ring: the devices.
+    """
+    out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, mask, how, ring
+    )
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        how: Attention,
+        ring: Ring,
+    ) -> Tensor:
+        shape = _result_shape(query, key, value, how)
+        wide = widened(query).dtype
+        out = query.new_zeros(shape, dtype=wide)
+        lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
+        for turn, keys, values in _blocks(key, value, ring):
+            for rows, columns, ahead, start in ring.meetings(turn, how.causal):
+                part = _narrow(query, rows), _narrow(keys, columns), _narrow(values, columns)
+                cut = _cut(mask, rows, (start, columns[1]))
+                more = partial_attention(*part, cut, _masked(how, ahead), ahead or 0)
+                mine = _narrow(out, rows), _narrow(lse, rows)
+                for held, new in zip(mine, merge(*mine, *more), strict=True):
+                    held.copy_(new)
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, result, lse)
+        ctx.how, ctx.ring = how, ring
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        how, ring = ctx.how, ctx.ring
+        given = widened(gradients[0])
+        delta = (given * out).sum(-1, keepdim=True)
+        into = torch.zeros_like(query, dtype=given.dtype)
+        additive = ctx.needs_input_grad[3]
+        into_mask = torch.zeros_like(mask, dtype=given.dtype) if additive else None
+        arriving: Callable[[], Tensor] | None = None
+        for turn, keys, values in _blocks(key, value, ring):
+            into_keys = torch.zeros_like(keys, dtype=given.dtype)
+            into_values = torch.zeros_like(values, dtype=given.dtype)
+            for rows, columns, ahead, start in ring.meetings(turn, how.causal):
+                part = _narrow(query, rows), _narrow(keys, columns), _narrow(values, columns)
+                cut = _cut(mask, rows, (start, columns[1]))
+                after = tuple(_narrow(x, rows) for x in (lse, given, delta))
+                found = partial_gradients(
+                    part, cut, _masked(how, ahead), ahead or 0, (after[0], after[1], after[2])
+                )
+                _narrow(into, rows).add_(found.query)
+                _narrow(into_keys, columns).add_(found.key)
+                _narrow(into_values, columns).add_(found.value)
+                if into_mask is not None and found.mask is not None:
+                    _cut_of(into_mask, rows, (start, columns[1])).add_(found.mask)
+            row = packed(into_keys, into_values, ring.longest())
+            row = row if arriving is None else row.add_(arriving())
+            arriving = ring.passed_on(row)
+        assert arriving is not None
+        lengths = length(ring.keys[ring.peers.index])
+        home = unpacked(arriving(), (key, value), ring.longest(), lengths)
+        masks = None if into_mask is None else into_mask.to(mask.dtype)
+        return (
+            into.to(query.dtype),
+            home[0].to(key.dtype),
+            home[1].to(value.dtype),
+            masks,
+            None,
+            None,
+        )
+
+
+def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields (turn, keys, values) of all devices, this one's first, while the next are sent."""
+    row, size = packed(key, value, ring.longest()), ring.peers.size
+    for turn in range(size):
+        arriving = ring.passed_on(row) if turn + 1 < size else None
+        count = length(ring.keys[ring.source(turn)])
+        keys, values = unpacked(row, (key, value), ring.longest(), count)
+        yield turn, keys, values
+        row = row if arriving is None else arriving()
+
+
+def packed(key: Tensor, value: Tensor, longest: int) -> Tensor:
+    """Returns keys and values in one row, padded to the length of the longest part."""
+    missing = longest - key.shape[-2]
+    parts = [torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x for x in (key, value)]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> list[Tensor]:
+    """Returns the first `count` keys and values of a row."""
+    shapes = [(*x.shape[:-2], longest, x.shape[-1]) for x in like]
+    parts = row.split([torch.Size(shape).numel() for shape in shapes])
+    return [
+        part.view(shape).narrow(-2, 0, count) for part, shape in zip(parts, shapes, strict=True)
+    ]
+
+
+def _result_shape(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[int, ...]:
+    """Returns the shape of the result: of all leading dimensions, broadcast."""
+    shared = (how.repeated(x, query) if how.grouped else x for x in (key, value))
+    lead = torch.broadcast_shapes(query.shape[:-2], *(x.shape[:-2] for x in shared))
+    return (*lead, query.shape[-2], value.shape[-1])
+
+
+def _masked(how: Attention, ahead: int | None) -> Attention:
+    """Returns what is computed where a causal mask hides nothing, or cuts through."""
+    return Attention(how.scale, ahead is not None, how.grouped)
+
+
+def _narrow(x: Tensor, run: tuple[int, int]) -> Tensor:
+    return x.narrow(-2, *run)
+
+
+def _cut(mask: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | None:
+    return None if mask is None else _cut_of(mask, rows, columns)
+
+
+def _cut_of(mask: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    """Returns some rows and columns of a mask, which may be one for all."""
+    if mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = mask.narrow(-2, *rows)
+    return mask.narrow(-1, *columns) if mask.shape[-1] > 1 else mask

@@ -1,0 +1,181 @@
+"""What the forms of attention that split the sequence have in common: layouts, calls, figures.
+
+Queries, keys, values and results are split alike by positions; queries and keys may differ in
+number. Dropout draws numbers by position and stays with attention as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Arg, Node, Ref
+from autopar.ir.rewrite import argument
+from autopar.ir.tensor import DTYPE_BYTES
+from autopar.operators.device_work import Gemm, NodeWork, Work
+from autopar.operators.form import Kwargs, Layouts, Part, Types
+
+ATTENTION = "aten.scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths of one device's part of attention, and of the whole.
+
+    Attributes:
+        batch: all leading dimensions of the result but heads, and its heads.
+        rows, keys: a device's queries and keys.
+        every: all keys.
+        width, values: of a head of keys and of values.
+        query, pair: bytes of a device's queries, and of its keys and values together.
+        result: bytes of its result.
+        dtype: of all of them.
+    """
+
+    batch: int
+    rows: int
+    keys: int
+    every: int
+    width: int
+    values: int
+    query: int
+    pair: int
+    result: int
+    dtype: str
+
+    @classmethod
+    def of(cls, part: Part) -> Sizes:
+        """Returns those of attention in layouts."""
+        query, key, value = (part.operand(at) for at in range(3))
+        lead = max((t.shape[:-2] for t in (query, key, value)), key=math.prod)
+        result = math.prod(lead) * query.shape[-2] * value.shape[-1] * DTYPE_BYTES[query.dtype]
+        return cls(
+            math.prod(lead), query.shape[-2], key.shape[-2], part.types[1].shape[-2],
+            query.shape[-1], value.shape[-1], query.nbytes, key.nbytes + value.nbytes, result,
+            query.dtype,
+        )  # fmt: skip
+
+
+def is_causal(node: Node) -> bool:
+    """Returns whether attention has a causal mask by name."""
+    return argument(node, 5, "is_causal") is True
+
+
+def mask_of(node: Node) -> Arg:
+    """Returns the mask of attention, None for none."""
+    return argument(node, 3, "attn_mask")
+
+
+def specified(mask: tuple[str, str] = ("s", "u!"), least: int = 1) -> Callable[[Node, Types], str]:
+    """Returns the factor string of attention whose sequence is split.
+
+    Args:
+        mask: the factors of a mask's rows and columns.
+        least: the fewest positions that a part may have.
+    """
+
+    def spec(node: Node, types: Types) -> str:
+        if argument(node, 4, "dropout_p", 0.0) != 0 or min(t.shape[-2] for t in types[:3]) < 2:
+            return ""
+        rank = max(len(t.shape) for t in types[:3])
+        lead = [f"b{i}" for i in range(rank - 3)]
+        heads, *others = (t.shape[-3] if len(t.shape) > 2 else 1 for t in types[:3])
+        grouped = 1 < max(others) < heads
+        query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else [])]
+        key = [*lead, *(["g"] if rank > 2 else []), "t=s"]
+        terms = [
+            [*query, f"s~{least}", "d!"], [*key, "d!"], [*key, "e!"], [*query, *mask],
+        ]  # fmt: skip
+        operands = ", ".join(
+            " ".join(
+                n if size > 1 else "1"
+                for n, size in zip(names[len(names) - len(t.shape) :], t.shape, strict=True)
+            )
+            for names, t in zip(terms, types, strict=False)
+        )
+        return f"{operands} -> {' '.join([*query, 's', 'e!'])}"
+
+    return spec
+
+
+def split(part: Part) -> tuple[str, ...]:
+    """Returns the axes that split the sequence of queries and of keys; () if they do not."""
+    axes = part.axes(0, -2)
+    return axes if axes == part.axes(1, -2) == part.axes(2, -2) else ()
+
+
+def written(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...], Kwargs]:
+    """Returns arguments and keywords: queries, keys, values, mask, and how, where it is split."""
+    args: tuple[Arg, ...] = node.args[:3]
+    mask = mask_of(node)
+    args = (*args, mask) if isinstance(mask, Ref) else args
+    kwargs: Kwargs = (("is_causal", True),) if is_causal(node) else ()
+    for name in ("scale", "enable_gqa"):
+        given = node.keyword(name)
+        kwargs += ((name, given),) if given not in (None, False) else ()
+    axes = operands[0].dims[-2]
+    kwargs += (("axis", axes[0] if len(axes) == 1 else axes),)
+    return args, (*kwargs, ("size", (types[0].shape[-2], types[1].shape[-2])))
+
+
+def collective(kind: str, axes: tuple[str, ...], nbytes: float) -> Collective:
+    """Returns a call of the bytes of one device."""
+    return Collective(kind, axes, round(nbytes))
+
+
+def gradient_bytes(sizes: Sizes) -> float:
+    """Returns the bytes of the gradients of a device's keys and values, in at least float32."""
+    return sizes.pair / DTYPE_BYTES[sizes.dtype] * max(DTYPE_BYTES[sizes.dtype], 4)
+
+
+def sends_for_heads(part: Part, axes: tuple[str, ...]) -> tuple[Collective, Collective]:
+    """Returns the exchange of queries, keys and values for heads along axes, and of the result.
+
+    Heads of keys that several devices read are sent to each of them.
+    """
+    sizes, ways = Sizes.of(part), part.ways(axes)
+    query, key = part.operand(0), part.operand(1)
+    copies = max(1.0, ways / key.shape[-3]) if query.shape[-3] > key.shape[-3] else 1.0
+    into = collective("all_to_all", axes, sizes.query + copies * sizes.pair)
+    return into, collective("all_to_all", axes, sizes.result)
+
+
+def heads_received(part: Part, axes: tuple[str, ...]) -> float:
+    """Returns the work of the device with most heads, relative to equally many on each."""
+    heads, ways = part.operand(0).shape[-3], part.ways(axes)
+    return -(-heads // ways) * ways / heads
+
+
+def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> NodeWork:
+    """Returns fused attention of a device's queries and a share of all keys.
+
+    Args:
+        part: the device's part.
+        share: of all keys that each query meets, on the device that all wait for.
+        calls: number of kernels in each direction; each reads its queries and writes its results.
+        more: times as many queries, of all heads together.
+    """
+    sizes = Sizes.of(part)
+    keys = max(1, round(sizes.every * share / calls))
+    d, e = sizes.width, sizes.values
+    shared = sizes.pair / max(sizes.keys, 1) * keys
+    moved = sizes.query + sizes.result + shared
+    rows = round(sizes.rows * more)
+    forward = _work(sizes, Gemm(sizes.batch, rows, keys, d + e), moved, "")
+    back = _work(sizes, Gemm(sizes.batch, rows, keys, 3 * d + 2 * e), 2 * moved, " backward")
+    return NodeWork((forward,) * calls, (back,) * calls)
+
+
+def _work(sizes: Sizes, gemm: Gemm, nbytes: float, suffix: str) -> Work:
+    return Work(f"{ATTENTION}{suffix}", gemm.flops, nbytes, sizes.dtype, gemm)
+
+
+def scores_bytes(part: Part, rows: int, keys: int) -> float:
+    """Returns the bytes of scores that a CPU writes to memory; a fused kernel writes none."""
+    if part.mesh.device.lower() != "cpu":
+        return 0.0
+    sizes = Sizes.of(part)
+    wide = max(DTYPE_BYTES[sizes.dtype], 4)
+    return 2.0 * sizes.batch * rows * keys * wide

@@ -1,0 +1,104 @@
+"""Form: one of several implementations of an operator, which layouts alone do not tell apart.
+
+Attention gathers keys or sends them around a ring; experts are replicated or tokens dispatched. A
+form has a factor string of its own, in which factors marked "~" are split inside the operator, and
+says what it sends, computes and allocates, and how it is written: as a call of a method of `mesh`.
+`forms/` has one file each. An operator without a form runs as `exchange.py` and its rule say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Arg, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.device_work import NodeWork
+
+Types = tuple[TensorType, ...]
+Layouts = tuple[Layout, ...]
+Kwargs = tuple[tuple[str, Arg], ...]
+Calls = tuple[tuple[Collective, ...], tuple[Collective, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operator in layouts, as the busiest device runs it.
+
+    Attributes:
+        node: the operator, with global shapes.
+        types, operands: types and layouts of the tensors that it reads.
+        mesh: the devices.
+    """
+
+    node: Node
+    types: Types
+    operands: Layouts
+    mesh: Mesh
+
+    def operand(self, at: int) -> TensorType:
+        """Returns the local type of an operand on the busiest device."""
+        shape = self.operands[at].local_shape(self.types[at].shape, self.mesh)
+        return TensorType(self.types[at].dtype, shape)
+
+    def axes(self, at: int, dim: int) -> tuple[str, ...]:
+        """Returns the mesh axes that split a dimension of an operand; () if it has none such."""
+        dims = self.operands[at].dims
+        return dims[dim] if -len(dims) <= dim < len(dims) else ()
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of devices along axes."""
+        count = 1
+        for axis in axes:
+            count *= self.mesh.axis_size(axis)
+        return count
+
+
+def _nothing(part: Part) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def _one(part: Part) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Form:
+    """One implementation of an operator.
+
+    Attributes:
+        name: as plans and pins write it, "ring zigzag".
+        op: the operator, "aten.scaled_dot_product_attention".
+        spec: its factor string for a node with operands of some types, in the notation of
+            `intra_op/rule.py`; "" where it does not apply to such a node.
+        fits: whether it applies in given layouts.
+        method: name of the method of `mesh` that runs it.
+        run: that method: takes the mesh, then what `write` says.
+        write: arguments and keywords of the call.
+        sends: its collectives forwards and backwards.
+        work: its kernels on the device that all wait for; None for those of the operator on shards.
+        scratch: bytes that live only while it runs, forwards and backwards.
+        turns: number of turns in which it computes; in all but the last one it sends meanwhile.
+        examples: on which it is proved, beside those of the operator's rule.
+    """
+
+    name: str
+    op: str
+    spec: Callable[[Node, Types], str]
+    fits: Callable[[Part], bool]
+    method: str
+    run: Callable[..., Any]
+    write: Callable[[Node, Types, Layouts], tuple[tuple[Arg, ...], Kwargs]]
+    sends: Callable[[Part], Calls]
+    work: Callable[[Part], NodeWork] | None = None
+    scratch: Callable[[Part], tuple[float, float]] = _nothing
+    turns: Callable[[Part], int] = _one
+    examples: tuple[str, ...] = ()
+
+    def call(self, node: Node, types: Types, operands: Layouts) -> Node:
+        """Returns `node` as one device runs it: a call of the method."""
+        args, kwargs = self.write(node, types, operands)
+        return replace(node, op=f"mesh.{self.method}", args=args, kwargs=kwargs)

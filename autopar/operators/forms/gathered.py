@@ -1,0 +1,82 @@
+"""Attention whose keys and values every device gathers in one call, and again in the backward.
+
+A device keeps its own keys only; their gradients are summed and scattered in one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.operators.attention.gathered_attention import gathered_attention
+from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.ring_attention import Ring
+from autopar.operators.attention.sequence_forms import (
+    ATTENTION,
+    Sizes,
+    collective,
+    gradient_bytes,
+    is_causal,
+    kernels,
+    scores_bytes,
+    specified,
+    split,
+    written,
+)
+from autopar.operators.attention.sequences import contiguous
+from autopar.operators.device_work import NodeWork
+from autopar.operators.form import Calls, Form, Part
+from autopar.operators.peer_devices import Axes, Devices
+
+
+def _run(
+    mesh: Devices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axes,
+    size: tuple[int, int],
+    **how: Any,
+) -> Tensor:
+    """Attention whose sequence is split: all keys and values are gathered at once."""
+    peers = mesh.group(axis)
+    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    return gathered_attention(query, key, value, mask, Attention.of(**how), ring)
+
+
+def _sends(part: Part) -> Calls:
+    axes, sizes = split(part), Sizes.of(part)
+    gather = collective("all_gather", axes, sizes.pair)
+    scatter = collective("reduce_scatter", axes, gradient_bytes(sizes) * part.ways(axes))
+    return (gather,), (gather, scatter)
+
+
+def _work(part: Part) -> NodeWork:
+    """Returns the work of the last device, which under a causal mask has nearly all keys."""
+    count = part.ways(split(part))
+    return kernels(part, (count - 0.5) / count if is_causal(part.node) else 1.0)
+
+
+def _scratch(part: Part) -> tuple[float, float]:
+    """Returns the bytes of all keys and values, and of their gradients."""
+    sizes, count = Sizes.of(part), part.ways(split(part))
+    scores = scores_bytes(part, sizes.rows, sizes.every)
+    whole = 2.0 * count * sizes.pair  # as they arrive, and unpacked
+    return whole + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
+
+
+FORM = Form(
+    "gathered",
+    ATTENTION,
+    specified(),
+    lambda part: bool(split(part)),
+    "gathered_attention",
+    _run,
+    written,
+    _sends,
+    _work,
+    _scratch,
+)

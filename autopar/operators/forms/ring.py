@@ -1,0 +1,94 @@
+"""Ring attention: blocks of keys and values are sent on while the device computes on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.ring_attention import Ring, ring_attention
+from autopar.operators.attention.sequence_forms import (
+    ATTENTION,
+    Sizes,
+    collective,
+    gradient_bytes,
+    is_causal,
+    kernels,
+    scores_bytes,
+    specified,
+    split,
+    written,
+)
+from autopar.operators.attention.sequences import contiguous
+from autopar.operators.device_work import NodeWork
+from autopar.operators.form import Calls, Form, Part
+from autopar.operators.peer_devices import Axes, Devices
+
+
+def _run(
+    mesh: Devices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axes,
+    size: tuple[int, int],
+    **how: Any,
+) -> Tensor:
+    """Attention whose sequence is split: n - 1 hops of keys and values around a ring."""
+    peers = mesh.group(axis)
+    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    return ring_attention(query, key, value, mask, Attention.of(**how), ring)
+
+
+def _turns(part: Part) -> int:
+    return part.ways(split(part))
+
+
+def _sends(part: Part) -> Calls:
+    axes, sizes, count = split(part), Sizes.of(part), _turns(part)
+    hop = collective("send", axes, sizes.pair)
+    home = collective("send", axes, gradient_bytes(sizes))
+    return (hop,) * (count - 1), (hop,) * (count - 1) + (home,) * count
+
+
+def _work(part: Part) -> NodeWork:
+    """Returns the work of the device that the others wait for.
+
+    Under a causal mask some device has a whole block in every turn but the first, in which all have
+    half a one, though all blocks together are only half of the square.
+    """
+    count = _turns(part)
+    share = (count - 0.5) / count if is_causal(part.node) else 1.0
+    return kernels(part, share, count)
+
+
+def _scratch(part: Part) -> tuple[float, float]:
+    """Returns the bytes of two blocks, and of their gradients."""
+    sizes = Sizes.of(part)
+    scores = scores_bytes(part, sizes.rows, sizes.keys)
+    blocks = 2.0 * sizes.pair
+    return blocks + scores, blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
+
+
+FORM = Form(
+    "ring",
+    ATTENTION,
+    specified(),
+    lambda part: bool(split(part)),
+    "ring_attention",
+    _run,
+    written,
+    _sends,
+    _work,
+    _scratch,
+    _turns,
+    examples=(
+        "f64[1, 2, 7, 3], f64[1, 2, 7, 3], f64[1, 2, 7, 2], None, 0.0, True",
+        "f64[1, 2, 8, 2], f64[1, 1, 8, 2], f64[1, 1, 8, 3], f64[8, 8]",
+        "f64[1, 4, 6, 2], f64[1, 2, 9, 2], f64[1, 2, 9, 2], bool[1, 1, 6, 9], enable_gqa=True",
+        "f64[6, 2], f64[8, 2], f64[8, 3], None, 0.0, True",
+    ),
+)

@@ -1,0 +1,93 @@
+"""Ulysses: sequences are exchanged for heads before attention, and back behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.graph import Node
+from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.sequence_forms import (
+    ATTENTION,
+    Sizes,
+    heads_received,
+    is_causal,
+    kernels,
+    scores_bytes,
+    sends_for_heads,
+    specified,
+    split,
+    written,
+)
+from autopar.operators.attention.ulysses_attention import (
+    enough_heads,
+    exchangeable,
+    ulysses_attention,
+)
+from autopar.operators.device_work import NodeWork
+from autopar.operators.form import Calls, Form, Part, Types
+from autopar.operators.peer_devices import Axes, Devices
+
+
+def _run(
+    mesh: Devices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axes,
+    size: tuple[int, int],
+    **how: Any,
+) -> Tensor:
+    """Attention whose sequence is split: two exchanges of sequences for heads."""
+    tensors = query, key, value
+    return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis), None, size)
+
+
+def _spec(node: Node, types: Types) -> str:
+    spec = specified(mask=("q!", "u!"))
+    return spec(node, types) if exchangeable(node, types) else ""
+
+
+def _fits(part: Part) -> bool:
+    return bool(split(part)) and enough_heads(part, split(part))
+
+
+def _sends(part: Part) -> Calls:
+    into, out = sends_for_heads(part, split(part))
+    return (into, out), (out, into)
+
+
+def _work(part: Part) -> NodeWork:
+    """Returns attention of the heads of the device with most of them, over all positions."""
+    axes = split(part)
+    return kernels(part, 0.5 if is_causal(part.node) else 1.0, more=heads_received(part, axes))
+
+
+def _scratch(part: Part) -> tuple[float, float]:
+    """Returns the bytes of the exchanged tensors, and of their gradients."""
+    sizes, (into, out) = Sizes.of(part), sends_for_heads(part, split(part))
+    scores = scores_bytes(part, sizes.rows, sizes.every) * heads_received(part, split(part))
+    dealt = float(into.nbytes + out.nbytes)
+    return 2 * dealt + scores, 3 * dealt + 2 * scores
+
+
+FORM = Form(
+    "ulysses",
+    ATTENTION,
+    _spec,
+    _fits,
+    "ulysses_attention",
+    _run,
+    written,
+    _sends,
+    _work,
+    _scratch,
+    examples=(
+        "f64[1, 5, 7, 3], f64[1, 5, 7, 3], f64[1, 5, 7, 2], None, 0.0, True",
+        "f64[1, 6, 8, 2], f64[1, 2, 8, 2], f64[1, 2, 8, 2], f64[1, 6, 8, 8], enable_gqa=True",
+        "f64[2, 4, 6, 2], f64[2, 1, 9, 2], f64[2, 1, 9, 3], bool[6, 9]",
+    ),
+)

@@ -1,0 +1,117 @@
+"""Ulysses within a ring, on several axes: heads along the innermost one, a ring along the others.
+
+The fast links of the inner axis carry the exchange of sequences for heads, the outer ones the hops
+of the ring (Fang & Zhao, "USP", arXiv:2405.07719).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.graph import Node
+from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.ring_attention import Ring
+from autopar.operators.attention.sequence_forms import (
+    ATTENTION,
+    Sizes,
+    collective,
+    gradient_bytes,
+    heads_received,
+    is_causal,
+    kernels,
+    scores_bytes,
+    sends_for_heads,
+    specified,
+    split,
+    written,
+)
+from autopar.operators.attention.sequences import contiguous
+from autopar.operators.attention.ulysses_attention import (
+    enough_heads,
+    exchangeable,
+    ulysses_attention,
+)
+from autopar.operators.device_work import NodeWork
+from autopar.operators.form import Calls, Form, Part, Types
+from autopar.operators.peer_devices import Axes, Devices
+
+
+def _run(
+    mesh: Devices,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axes,
+    size: tuple[int, int],
+    **how: Any,
+) -> Tensor:
+    """Attention whose sequence is split over axes: a ring of groups that exchange heads."""
+    peers = mesh.group(axis[:-1])
+    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    start, count = ring.queries[peers.index][0]
+    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = mask.narrow(-2, start, count)
+    own = count, ring.keys[peers.index][0][1]
+    tensors = query, key, value
+    return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis[-1]), ring, own)
+
+
+def _spec(node: Node, types: Types) -> str:
+    spec = specified(mask=("q!", "u!"))
+    return spec(node, types) if exchangeable(node, types) else ""
+
+
+def _fits(part: Part) -> bool:
+    axes = split(part)
+    return len(axes) > 1 and enough_heads(part, axes[-1:])
+
+
+def _turns(part: Part) -> int:
+    return part.ways(split(part)[:-1])
+
+
+def _sends(part: Part) -> Calls:
+    """Returns the exchanges around the ring, whose hops carry the exchanged keys and values."""
+    (*outer, inner), sizes = split(part), Sizes.of(part)
+    into, out = sends_for_heads(part, (inner,))
+    received = (into.nbytes - sizes.query) / max(sizes.pair, 1)
+    hop = collective("send", tuple(outer), sizes.pair * received)
+    home = collective("send", tuple(outer), gradient_bytes(sizes) * received)
+    hops = (hop,) * (_turns(part) - 1)
+    return (into, *hops, out), (out, *hops, *(home,) * _turns(part), into)
+
+
+def _work(part: Part) -> NodeWork:
+    """Returns the work of a device of the last group of the ring, as in ring attention."""
+    count, inner = _turns(part), split(part)[-1:]
+    share = (count - 0.5) / count if is_causal(part.node) else 1.0
+    return kernels(part, share, count, more=heads_received(part, inner))
+
+
+def _scratch(part: Part) -> tuple[float, float]:
+    """Returns the bytes of the exchanged tensors and of the ring's blocks, and of gradients."""
+    sizes, inner = Sizes.of(part), split(part)[-1:]
+    into, out = sends_for_heads(part, inner)
+    ways = part.ways(inner)
+    scores = scores_bytes(part, sizes.rows, sizes.keys * ways) * heads_received(part, inner)
+    dealt = float(into.nbytes + out.nbytes)
+    return 2 * dealt + 2.0 * into.nbytes + scores, 3 * dealt + 4.0 * into.nbytes + 2 * scores
+
+
+FORM = Form(
+    "ulysses ring",
+    ATTENTION,
+    _spec,
+    _fits,
+    "ulysses_ring_attention",
+    _run,
+    written,
+    _sends,
+    _work,
+    _scratch,
+    _turns,
+)
