@@ -44,6 +44,7 @@ from benchmarks.published import (
     rings,
     torchtitan,
     ulysses,
+    vtrain,
 )
 
 FACTS = Path(__file__).parent / "published.json"
@@ -263,6 +264,19 @@ def communication_rows() -> Iterator[Row]:
         yield Row(*head, percent, 100 * ratio, 4.0)
 
 
+def vtrain_rows() -> Iterator[Row]:
+    """vTrain's iterations on one node, those that nothing was fitted to."""
+    held = [row for row in vtrain.rows() if row.held_out]
+    errors = [abs(vtrain.iteration_seconds(row.run) / row.seconds - 1) for row in held]
+    mean = 100 * sum(errors) / len(errors)
+    head = ("vtrain", f"{len(held)} iterations")
+    yield Row(*head, "mean absolute error", "points", "predicted", 0.0, mean, 10.0)
+    for among, least in ((1, None), (3, 5.0)):
+        share = 100 * vtrain.fastest_found(held, among)
+        what = f"fastest way in the first {among}"
+        yield Row(*head, what, "points", "predicted", 100.0, share, least)
+
+
 def speed_rows() -> Iterator[Row]:
     """Processor seconds to price all choices of a large model here; 5 are promised."""
     model, inputs = load("llama-3.1-405b", batch=64, seq=8192)
@@ -290,6 +304,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "activations": activation_rows,
     "paro": paro_rows,
     "communication": communication_rows,
+    "vtrain": vtrain_rows,
     "speed": speed_rows,
 }
 COLOURS = {

@@ -1,5 +1,5 @@
 """The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
-solve | calibrate | doctor`, one command per file.
+solve | calibrate | devices | doctor`, one command per file.
 
 Only this package prints.
 """
@@ -10,6 +10,7 @@ import click
 
 from autopar.cli import (
     calibrate,
+    devices,
     diff,
     doctor,
     emit,
@@ -39,12 +40,14 @@ def main() -> None:
     autopar schedules --stages 4 --microbatches 8
     autopar solve instance.json.gz
     autopar calibrate --mesh "cpu: data=2, tensor=2"
+    autopar devices
     autopar doctor /tmp/autopar-1f2e3d
     """
 
 
 COMMANDS = (
-    plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate, doctor
+    plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate, devices,
+    doctor,
 )  # fmt: skip
 for module in COMMANDS:
     main.add_command(module.command)

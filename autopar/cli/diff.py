@@ -10,6 +10,8 @@ import click
 from autopar.cli.common.console import JSON, print_json, print_out, say, stages
 from autopar.cli.common.model_options import MODEL, RULES, capture_model, is_data, own_rules
 from autopar.cli.common.price_model import CALIBRATION, prices
+from autopar.cost.device import device
+from autopar.cost.uncertainty import error_seconds
 from autopar.errors import AutoparError
 from autopar.explain import (
     Difference,
@@ -23,9 +25,12 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
+from autopar.ir.units import format_seconds
 from autopar.plan import Plan
+from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 
 _LAYOUTS_ONLY = "collectives are not compared, because"
 
@@ -75,9 +80,35 @@ def command(
     elif not compared.equal:
         for part in render_difference(compared, ("A", "B"), everything=everything):
             print_out(part, "")
+        if nearly := _nearly_equal(a.stage, b.stage):
+            say(nearly, err=True)
         if note:
             say(note, err=True)
     ctx.exit(0 if compared.equal else 1)
+
+
+def _nearly_equal(a: StagePlan, b: StagePlan) -> str:
+    """Returns a note if two plans differ in time by less than prices are off, else nothing.
+
+    Both are priced by the same tables, so that the error is that of the difference alone.
+    """
+    if a.calibration or b.calibration or a.mesh.device != b.mesh.device:
+        return ""
+    first, second = a.predicted, b.predicted
+    computed = abs(first.compute_seconds - second.compute_seconds)
+    sent = abs(_sent(first) - _sent(second))
+    error = error_seconds(device(a.mesh), computed, sent)
+    apart = abs(first.step_seconds - second.step_seconds)
+    if not apart or apart > error:
+        return ""
+    return (
+        f"the plans' steps differ by {format_seconds(apart)}, which is less than the prices of "
+        f"what differs are off ({format_seconds(error)}): take them for equally fast"
+    )
+
+
+def _sent(predicted: Prediction) -> float:
+    return predicted.exchange_seconds + predicted.parameter_seconds + predicted.reshard_seconds
 
 
 def _pipelines(a: Plan, b: Plan, everything: bool, as_json: bool) -> bool:

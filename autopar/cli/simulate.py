@@ -13,6 +13,7 @@ from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
+from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, NodeWork
 from autopar.intra_op.kernel_work import works
@@ -34,6 +35,11 @@ from autopar.stage_plan import StagePlan
 @shapes
 @click.option("--wait", is_flag=True, help="Simulate without overlap: wait for every collective.")
 @click.option(
+    "--host",
+    type=click.Choice(("modules", "eager", "compiled", "graph")),
+    help="Let a host issue the work, executed so; by default it is all there at once.",
+)
+@click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -50,6 +56,7 @@ def command(
     seq: int | None,
     layers: int | None,
     wait: bool,
+    host: str | None,
     trace_json: Path | None,
     as_json: bool,
 ) -> None:
@@ -66,8 +73,8 @@ def command(
     """
     known = table(own_rules(rule_files))
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
-    if asked.plan.is_pipeline and wait:
-        raise click.UsageError("--wait is for plans without pipeline stages")
+    if asked.plan.is_pipeline and (wait or host):
+        raise click.UsageError("--wait and --host are for plans without pipeline stages")
     with stages(quiet=as_json) as progress:
         opened = asked.open(progress)
         progress("simulate")
@@ -82,6 +89,7 @@ def command(
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)
         settings = replace(settings, overlap=frozenset()) if wait else settings
+        settings = replace(settings, host=Host.of(host)) if host else settings
         timeline = simulated(graph, chosen, known, settings, prices(chosen, calibration))
         figures = utilisations(timeline, graph, chosen, known, chip)
     if trace_json is not None:
@@ -120,7 +128,7 @@ def simulated(
         All tasks of one device in time, in seconds, and its memory in bytes.
     """
     step = tasks(graph, plan, works(graph, plan, known), model, settings)
-    return run(step, model, model.device.slowdown)
+    return run(step, model, model.device.slowdown, settings.host)
 
 
 def utilisations(

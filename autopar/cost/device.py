@@ -29,7 +29,8 @@ class Device:
     Each of the `processors` computes one tile of a matrix product at a time. `peak` holds a dense
     matmul rate for each of `DTYPES`; efficiencies are the attainable shares of the peaks. The head
     of devices.toml explains each figure. `products` and `attention` are the device's rows of the
-    tables of kernels (cost/kernel_tables.py), `links` that of the links in a node, None if unknown.
+    tables of kernels (cost/kernel_tables.py), `links` that of the links in a node, None if unknown;
+    `intra_pairs` counts the links between each pair of a node's devices, empty behind a switch.
 
     Raises:
         CostError: a figure that is not finite or not positive (latencies, start-up costs and the
@@ -67,11 +68,12 @@ class Device:
     products: Products
     attention: Attention
     links: Links | None = None
+    intra_pairs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
         for field in fields(self):
-            if field.name not in ("peak", *_TABLES) and field.type != "str":
+            if field.name not in ("peak", "intra_pairs", *_TABLES) and field.type != "str":
                 figures[field.name] = getattr(self, field.name)
         for name, value in figures.items():
             zero_fits = name in _MAY_BE_ZERO or name.endswith("latency")
@@ -134,14 +136,16 @@ def devices() -> tuple[Device, ...]:
 
 def _from_table(name: str, table: dict[str, Any]) -> Device:
     keys = {field.name for field in fields(Device)} - {"name", *_TABLES}
-    if set(table) != keys:
+    if set(table) | {"intra_pairs"} != keys:
         raise CostError(
             f"device {name!r} in devices.toml has the wrong keys",
             why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
         )
     kernels: dict[str, Any] = {"products": Products.of(name), "attention": Attention.of(name)}
     kernels |= {"links": Links.of(name) if Links.known(name) else None}
-    return Device(name=name, **{**table, "peak": tuple(table["peak"].items()), **kernels})
+    pairs = tuple(map(tuple, table.get("intra_pairs", ())))
+    given = {**table, "peak": tuple(table["peak"].items()), "intra_pairs": pairs}
+    return Device(name=name, **given, **kernels)
 
 
 def device(mesh: Mesh) -> Device:

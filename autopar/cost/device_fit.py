@@ -9,8 +9,8 @@ before. The other half says how far the fit is off for shapes that it has not se
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ class Sample:
     @property
     def fitted(self) -> bool:
         """Whether it is of the half that constants are fitted to."""
-        return zlib.crc32(self.key.encode()) % 2 == 0
+        return hashlib.sha256(self.key.encode()).digest()[0] % 2 == 0
 
 
 def samples(path: Path, device: str | None = None) -> tuple[Sample, ...]:
@@ -118,8 +118,8 @@ def fit_products(device: Device, measured: Iterable[Sample]) -> tuple[Products, 
     start = replace(device.products, tile_rows=0, tile_columns=0)
 
     def made(values: Sequence[float]) -> Device:
-        constants: dict[str, Any] = dict(zip(_PRODUCTS, values[1:], strict=True))
-        table = replace(start, **constants)
+        given: dict[str, Any] = dict(zip(_PRODUCTS, values[1:], strict=True))
+        table = replace(start, **given)
         table = replace(table, memory_small=min(table.memory_small, table.memory))
         return replace(device, launch=values[0], products=table)
 
@@ -134,8 +134,8 @@ def fit_attention(device: Device, measured: Iterable[Sample]) -> Attention:
     """Returns the constants of fused attention for a device; raises as `fit_products`."""
 
     def made(values: Sequence[float]) -> Device:
-        constants: dict[str, Any] = dict(zip(_ATTENTION, values, strict=True))
-        return replace(device, attention=replace(device.attention, **constants))
+        given: dict[str, Any] = dict(zip(_ATTENTION, values, strict=True))
+        return replace(device, attention=replace(device.attention, **given))
 
     limits = [top for top, _ in _ATTENTION.values()]
     begin = [getattr(device.attention, name) or v for name, (_, v) in _ATTENTION.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import ClassVar, Self
 
@@ -94,7 +94,7 @@ class Products(Row):
     tile_rows: float = 1
     tile_columns: float = 1
 
-    @property
+    @cached_property
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
         """Rows, columns and relative rate of each tile: the smaller, the more it loads a product.
 

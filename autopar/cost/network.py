@@ -13,6 +13,7 @@ import math
 from itertools import groupby
 
 from autopar.cost.algorithms import INTER, INTRA, Level
+from autopar.cost.cube_mesh import fewest_rings, groups
 from autopar.cost.device import Device
 from autopar.cost.protocol import library, measured
 from autopar.errors import CostError
@@ -28,7 +29,8 @@ class Network:
     """
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
-        self.mesh = mesh
+        self.mesh, self.device = mesh, device
+        self._strides: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, tuple[Level, ...]] = {}
         self._levels: dict[tuple[str, ...], tuple[Level, ...]] = {}
         inside, intra, inter = 1, *_links(device)
@@ -44,8 +46,10 @@ class Network:
                 _given(axis, inter, far, device),
                 _given(axis, intra, near, device),
             )
+            self._strides[axis.name] = near, inside
             # Once an axis leaves the node, all outer axes lie outside it.
             inside = inside * near if far == 1 else device.devices_per_node + 1
+        self._used = math.prod(near for near, _ in self._strides.values())
 
     def levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
         """Returns the levels of size over 1 that a group over `axes` spans, outermost first.
@@ -60,13 +64,31 @@ class Network:
             for name in axes:
                 self.mesh.axis(name)
             parts = [part for name in self.mesh.names if name in axes for part in self._parts[name]]
-            self._levels[axes] = tuple(
+            merged = tuple(
                 figures._replace(size=math.prod(part.size for part in same))
                 for figures, same in groupby(
                     (part for part in parts if part.size > 1), lambda part: part._replace(size=0)
                 )
             )
+            self._levels[axes] = tuple(self._by_pairs(level, axes) for level in merged)
         return self._levels[axes]
+
+    def _by_pairs(self, level: Level, axes: tuple[str, ...]) -> Level:
+        """Returns a level inside a node with the bandwidth that its links between pairs give.
+
+        Devices that no ring of them joins send over the host's links. A bandwidth in the mesh text
+        is the group's, whatever its links.
+        """
+        device, named = self.device, [self.mesh.axis(name) for name in set(axes)]
+        given = any(axis.bandwidth is not None for axis in named)
+        if not device.intra_pairs or level.resource != INTRA or given:
+            return level
+        strides = [self._strides[axis.name] for axis in named]
+        count = fewest_rings(device.intra_pairs, groups(strides, self._used))
+        one = device.intra_bandwidth / sum(device.intra_pairs[0]) * device.intra_efficiency
+        return level._replace(
+            bandwidth=count * one or device.host_bandwidth * device.host_efficiency
+        )
 
     def resources(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the distinct names of the links that a group over `axes` uses, outermost first.

@@ -74,6 +74,7 @@ _HOPS = {
 # Kinds of link in devices.toml; NCCL prices all networks alike.
 KINDS = {
     "NVLink": "NVLink",
+    "Infinity Fabric": "NVLink",
     "PCIe": "PCIe",
     "memory": "PCIe",
     "InfiniBand": "network",

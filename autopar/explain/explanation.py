@@ -166,6 +166,8 @@ class Explanation:
         copies: seconds of copies to and from host memory.
         host: bytes per device in host memory.
         caution: how its precision changes results; see `Precision.caution`.
+        error: seconds by which `step` may be off, by what the tables of prices missed; 0 if the
+            plan was made under a calibration (see cost/uncertainty.py).
     """
 
     graph: str
@@ -181,6 +183,7 @@ class Explanation:
     copies: float = 0.0
     host: float = 0.0
     caution: str = ""
+    error: float = 0.0
 
     @property
     def step(self) -> float:

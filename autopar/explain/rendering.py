@@ -55,7 +55,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
     limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.1%})"
     parts: list[RenderableType] = [
         Text(f"{explanation.graph} on {explanation.mesh}", style="bold"),
-        Text(f"\ntime a step       {format_seconds(step)}", style="bold"),
+        Text(f"\ntime a step       {format_seconds(step)}{_range(explanation)}", style="bold"),
         _bars({name: (value, format_seconds(value)) for name, value in seconds.items()}),
         *_hidden(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
@@ -74,6 +74,13 @@ def render_summary(explanation: Explanation) -> RenderableType:
         )
         parts.append(Text(note, style="yellow"))
     return Group(*parts)
+
+
+def _range(explanation: Explanation) -> str:
+    """Returns by how much the time of a step may be off; nothing if that is unknown."""
+    if not explanation.error:
+        return ""
+    return f" ± {format_seconds(explanation.error)} ({explanation.error / explanation.step:.0%})"
 
 
 def _memory_over_time(held: float, peak: float) -> list[Text]:

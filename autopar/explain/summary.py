@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from autopar.cost.device import device
+from autopar.cost.uncertainty import error_seconds
 from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
 from autopar.explain.layer_names import layers
 from autopar.explain.moves import Move, moves
@@ -77,11 +79,16 @@ def explain(
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
     copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches
-    return Explanation(
+    found = Explanation(
         plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory,
         figures.limit, tuple(whole), figures.hidden, figures.peak, copies,
         states + figures.offloaded, plan.precision.caution,
     )  # fmt: skip
+    if plan.calibration:
+        return found
+    seconds = found.seconds
+    sent = seconds["activations"] + seconds["parameters"]
+    return replace(found, error=error_seconds(device(plan.mesh), seconds["compute"], sent))
 
 
 def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Parameter, ...]:

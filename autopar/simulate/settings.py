@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost.kernel_tables import Host
+
 OVERLAPS = ("gradient", "parameter", "refetch")
 
 
@@ -21,12 +23,14 @@ class Settings:
             parameter in the backward, which synchronises its gradient; gathering parameters one
             block ahead; gathering them again so. An emitted program waits for none on accelerators,
             on a CPU for all but the second.
+        host: seconds in which a host issues the work; by default it is all there at once.
     """
 
     update_bytes: float = 2.0
     at_once: bool = False
     accelerator: bool = False
     overlap: frozenset[str] = frozenset()
+    host: Host | None = None
 
 
 def settings_on(name: str) -> Settings:

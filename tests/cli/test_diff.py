@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,20 @@ def test_bad_files_are_named(folder: Path, tmp_path: Path) -> None:
     bad.write_text(good.read_text().replace("version = 2", "version = 7"))
     refused("diff", good, bad, says="the plan has version 7")
     refused("diff", bad, good, says=str(bad))
+
+
+def test_plans_that_differ_by_less_than_prices_are_off_count_as_equally_fast(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A plan's step is edited: by less than the error of what is computed, or by more."""
+    plan = Plan.load(folder / "a.toml")
+    for part, said in ((0.999, True), (0.2, False)):
+        stage = plan.stage
+        computed = stage.predicted.compute_seconds
+        # All computing is other computing, the step a little or much shorter.
+        step = stage.predicted.step_seconds * part
+        predicted = replace(stage.predicted, step_seconds=step, compute_seconds=computed / 2)
+        other = tmp_path / f"{part}.toml"
+        Plan.of(replace(stage, predicted=predicted)).save(other)
+        found = run("diff", folder / "a.toml", other, "--layouts", code=1)
+        assert ("take them for equally fast" in found.stderr) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 
 from autopar.cost.algorithms import INTER, INTRA
 from autopar.cost.collective_seconds import KINDS
+from autopar.cost.cube_mesh import rings
 from autopar.cost.device import devices
 from autopar.cost.model import AnalyticModel
 from autopar.errors import CostError, MeshError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
-H100 = next(entry for entry in devices() if entry.name == "H100")
+H100, V100 = (next(d for d in devices() if d.name == name) for name in ("H100", "V100"))
 
 
 def figures(text: str, *axes: str) -> list[tuple[str, int, float, float]]:
@@ -151,6 +153,39 @@ def test_bus_bandwidths_are_those_that_were_measured() -> None:
     assert 86 <= bus("A100-80: node=2 @12.5GB/s, gpu=8", "all_reduce") <= 96
     assert bus("H100: gpu=8", "all_gather") == pytest.approx(360, rel=0.1)
     assert bus("H100: gpu=8", "all_reduce") == pytest.approx(480, rel=0.125)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "links"),
+    [
+        ("gpu=2", "gpu", 1),
+        ("gpu=4", "gpu", 4),
+        ("gpu=8", "gpu", 6),
+        ("pair=4, gpu=2", "gpu", 1),
+        ("quad=2, gpu=4", "gpu", 4),
+        ("quad=2, gpu=4", "quad", 1),
+        ("quad=4, gpu=2", "quad", 2),
+        ("node=2, gpu=8", "gpu", 6),
+    ],
+)
+def test_v100_form_a_cube_mesh(mesh: str, axis: str, links: int) -> None:
+    """Of 25 GB/s: two neighbours, a quad, all eight, and groups that span both quads."""
+    (level,) = AnalyticModel(Mesh.parse(f"V100: {mesh}")).network.levels((axis,))
+    assert level.bandwidth == pytest.approx(links * 25e9 * V100.intra_efficiency)
+    own = f"V100: {mesh}".replace(f"{axis}={level.size}", f"{axis}={level.size} @10GB/s")
+    (written,) = AnalyticModel(Mesh.parse(own)).network.levels((axis,))
+    assert written.bandwidth == pytest.approx(10e9 * V100.intra_efficiency)
+
+
+def test_rings_of_a_group_share_no_link() -> None:
+    """As many as every device has links into its group, or fewer; none where none leads on."""
+    pairs = V100.intra_pairs
+    assert rings(pairs, (0, 5)) == 0  # no link joins them
+    for size in (2, 3, 4, 8):
+        for group in itertools.combinations(range(8), size):
+            degree = min(sum(pairs[a][b] for b in group) for a in group)
+            assert rings(pairs, group) <= degree
+    assert rings(pairs, tuple(range(8))) == 6
 
 
 def test_pricing_is_quick() -> None:

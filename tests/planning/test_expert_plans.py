@@ -26,6 +26,8 @@ from autopar.pins import (
     megatron,
     megatron_sp,
 )
+from benchmarks.published.models import Llama, LlamaSizes
+from benchmarks.published.step import captured
 from tests.support import parity
 from tests.support.patterns import FAMILIES, communication, parameters, split_dim
 from tests.support.ranks import run_ranks
@@ -96,6 +98,26 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
     assert steps["all_gather", ("gpu",)] == steps["reduce_scatter", ("gpu",)] == 1
     assert steps["to_varying", ("gpu",)] == 2
     assert sum(steps.values()) == 4
+
+
+@pytest.mark.parametrize("word", [megatron("tp"), megatron_sp("tp")])
+@pytest.mark.parametrize("batch", [1, 512])
+def test_linears_of_pairs_are_split_however_many_tokens_there_are(batch: int, word: Word) -> None:
+    """One sample has no class of its own; of many, gathering weights would send fewer bytes."""
+    sizes = LlamaSizes(64, 4, 4, 96, 2, 128, 32)
+    with torch.device("meta"):
+        model, tokens = Llama(sizes).bfloat16(), torch.zeros(batch, 32, dtype=torch.long)
+        turns = torch.zeros(32, 16)
+    inputs = {"tokens": tokens, "labels": tokens, "cos": turns, "sin": turns}
+    of = captured(model, inputs, "H100: dp=8, tp=2", word)
+    sums, splits = Counter[bool](), Counter[bool]()
+    for node in of.block:
+        if node.op == "aten.linear":
+            (_, layout), *_ = of.plan.nodes[node.name].results
+            splits["tp" in layout.dims[-1]] += 1
+            sums["tp" in layout.partial] += 1
+    assert splits[True] == 5  # query, key, value and two of the perceptron
+    assert sums[True] == 2
 
 
 def test_plans_along_different_axes_combine() -> None:

@@ -89,3 +89,13 @@ def test_what_cannot_be_simulated_is_refused_by_name(plan: Path, source: str) ->
     refused("simulate", other, "--model", f"{source}:two", says="no training step")
     where = ("--model", f"{source}:model", "--trace-json", plan.parent / "no" / "x.json")
     refused("simulate", plan, *where, says="cannot write")
+
+
+def test_a_slow_host_makes_a_step_longer_and_a_graph_does_not(plan: Path, source: str) -> None:
+    def seconds(*words: str) -> float:
+        shown = run("simulate", plan, "--model", f"{source}:model", "--json", *words).stdout
+        return float(json.loads(shown)["step_seconds"])
+
+    plain = seconds()
+    assert seconds("--host", "graph") == pytest.approx(plain, rel=1e-3)
+    assert plain <= seconds("--host", "eager") < seconds("--host", "modules")

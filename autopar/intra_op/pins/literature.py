@@ -116,7 +116,25 @@ class Megatron:
             if inner or (node.name in scope and streams.intersection(outer)):
                 split = dict.fromkeys(inner[:1], axes)
                 pins[subject.key(node)] = write(node.type.shape, split, axes, stored=subject.stored)
-        return {**pins, **self._stream(subject, axes)}
+        return {**pins, **self._pairs(subject, axes), **self._stream(subject, axes)}
+
+    def _pairs(self, subject: Subject, axes: Axes) -> dict[str, str]:
+        """Returns the pins of what pairs and the head give; else weights might be gathered."""
+        inner, streams, pins = set(subject.roles.inner), set(subject.roles.streams), {}
+        columns = {*inner, *self._vocabulary(subject)}
+        for item in subject.roles.linears:
+            node = subject.graph[item.node]
+            if item.gives & columns:
+                places = (subject.dims.place(node.name, cls) for cls in item.gives & columns)
+                split = {place: axes for place in places if place is not None}
+                text = write(node.type.shape, split, axes)
+            elif item.gives & streams and item.reads & inner:
+                text = _owed(node, axes)
+            else:
+                continue
+            if subject.allows(node, text):
+                pins[subject.key(node)] = text
+        return pins
 
     def _vocabulary(self, subject: Subject) -> list[int]:
         """Returns the vocabularies to split: those that no operator needs whole."""

@@ -102,11 +102,16 @@ class Roles:
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The class that leads most inputs, including received values; at most one."""
+        """The class that leads most inputs, including received values; at most one.
+
+        Where there are tokens they alone vote: of a batch of one, which has no class, tables of
+        positions would lead most inputs.
+        """
         leaves = (*self.graph.leaves("input"), *self.graph.leaves("received"))
-        outer = (self.dims.outer(node.name) for node in leaves)
-        votes = Counter(dims[0] for dims in outer if dims and dims[0] is not None)
-        return tuple(cls for cls, _ in votes.most_common(1))
+        tokens = tuple(filter(_is_tokens, leaves))
+        outer = (self.dims.outer(node.name) for node in tokens or leaves)
+        votes = Counter(dims[0] for dims in outer if dims)
+        return tuple(cls for cls, _ in votes.most_common(1) if cls is not None)
 
     @cached_property
     def residuals(self) -> dict[str, tuple[int, ...]]:

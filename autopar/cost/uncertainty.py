@@ -1,0 +1,41 @@
+"""How far predicted seconds may be off, from what the tables of kernels missed when held out.
+
+The error of a sum is at most the sum of the errors: shapes repeat from layer to layer, so that
+their errors do not cancel. An error is a median: half of what was held out was nearer.
+"""
+
+from __future__ import annotations
+
+from autopar.cost.device import Device, devices
+from autopar.cost.kernel_tables import Row
+
+# Of what was never measured, and how much larger one is that another device was measured for: both
+# are estimates.
+UNMEASURED, TAKEN_OVER = 0.25, 2.0
+
+
+def relative_error(device: Device, table: str) -> float:
+    """Returns the median relative error of a device's prices by one of its tables.
+
+    Args:
+        device: described, or of devices.toml.
+        table: "products", "attention" or "links".
+    """
+    row: Row | None = getattr(device, table)
+    if row is None or not row.measured:
+        return UNMEASURED
+    if row.measured == device.name:
+        return row.error
+    (source,) = (entry for entry in devices() if entry.name == row.measured)
+    return min(TAKEN_OVER * relative_error(source, table), UNMEASURED)
+
+
+def error_seconds(device: Device, computed: float, sent: float) -> float:
+    """Returns by how many seconds a step may be off.
+
+    Args:
+        device: that runs it.
+        computed: seconds of its kernels, which are priced as products.
+        sent: seconds of its collectives.
+    """
+    return computed * relative_error(device, "products") + sent * relative_error(device, "links")
