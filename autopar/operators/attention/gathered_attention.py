@@ -65,8 +65,8 @@ class _GatheredAttention(torch.autograd.Function):
         rows = []
         for device in ring.keys:
             ((start, count),) = device
-            parts = (x.narrow(-2, start, count) for x in (found.key, found.value))
-            rows.append(packed(*parts, ring.longest()))
+            keys, values = (x.narrow(-2, start, count) for x in (found.key, found.value))
+            rows.append(packed(keys, values, ring.longest()))
         own = ring.peers.sum_parts(torch.stack(rows))
         count = length(ring.keys[ring.peers.index])
         into_key, into_value = unpacked(own, (key, value), ring.longest(), count)

@@ -83,11 +83,16 @@ def _scratch(part: Part) -> tuple[float, float]:
     return dealt + blocks + scores, dealt + blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
 
 
+NEEDS = (
+    "a causal mask, a sequence that is split with two positions or more for each "
+    "device, and no dropout"
+)
 FORM = Form(
     "ring zigzag",
     ATTENTION,
     specified(least=2),
     _fits,
+    NEEDS,
     "zigzag_attention",
     _run,
     written,
