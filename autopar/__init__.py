@@ -7,6 +7,7 @@ from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.operators.annotation import shard
+from autopar.operators.mixture_call import mixture
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
@@ -29,6 +30,7 @@ __all__ = [
     "layout",
     "load",
     "load_checkpoint",
+    "mixture",
     "muon",
     "pins",
     "plan",

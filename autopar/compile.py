@@ -6,14 +6,16 @@ loss = session.step(**batch)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
@@ -24,7 +26,7 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
 from autopar.session.compiled import Compiled, refuse_graphs_of_stages
-from autopar.session.compiler import Compiler
+from autopar.session.compiler import Compiler, Loader
 from autopar.session.keywords import (
     DEFAULTS,
     CompileKeywords,
@@ -97,6 +99,7 @@ def load(
     model: nn.Module,
     *,
     optimizer: OptimizerFactory = torch.optim.AdamW,
+    loss_fn: Callable[..., Tensor] | None = None,
     dump: str | Path | Dump | None = None,
     **options: Unpack[TrainKeywords],
 ) -> Session:
@@ -110,6 +113,7 @@ def load(
             if you would run a script of its author.
         model: must equal the compiled model in class, shapes, modes and attributes.
         optimizer, dump: as for `compile`.
+        loss_fn: the one that the program was compiled with, for evaluations and other shapes.
         **options: see `autopar.session.keywords.TrainKeywords`.
 
     Returns:
@@ -125,12 +129,16 @@ def load(
     """
     given = {"model": model, "optimizer": optimizer, "dump": dump, **options}
     check(given, TrainKeywords)
+    check({"loss_fn": loss_fn}, PlanKeywords)
     compiled = Compiled.load(folder, model)
     join_processes(compiled.plan.mesh)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call load alike on every rank")
     Peers.here().dumps.configure(Dump.read(dump))
     trained = training(model, optimizer, options)
-    session = Session(model, compiled.plan.mesh, trained, running(options), lambda _: compiled)
+    plan = compiled.plan
+    asked = Options.like(plan.stages[0], loss_fn=loss_fn)
+    loader = Loader(compiled, Compiler(plan.mesh, asked, plan))
+    session = Session(model, plan.mesh, trained, running(options), loader)
     session.adopt(compiled)
     return session
 

@@ -189,12 +189,14 @@ class Asked:
 
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
+        batches: whether a rank passes the whole batch or its part.
     """
 
     recompute: str = "auto"
     offload: str = "none"
     solver: str = "ilp"
     unknown_ops: str = "replicate"
+    batches: str = "global"
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -203,7 +205,7 @@ class Asked:
     @classmethod
     def from_table(cls, table: Any) -> Asked:
         """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
-        texts = ("recompute", "offload", "solver", "unknown_ops")
+        texts = ("recompute", "offload", "solver", "unknown_ops", "batches")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
             "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it

@@ -1,1 +1,1 @@
-"""Benchmarks: each script compares side by side and writes CSV rows to benchmarks/results."""
+"""Benchmarks: each script compares programs and writes CSV rows to benchmarks/results."""

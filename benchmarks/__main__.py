@@ -1,4 +1,4 @@
-"""Run every benchmark: `python -m benchmarks`."""
+"""Runs every benchmark: `python -m benchmarks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, measured: every storage that torch makes, until it is freed."""
+"""Measures the bytes of live tensors, from the allocation of every storage until it is freed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Inside, storages count from the operator that makes them until they are freed.
+    """Counts storages inside a context, from the operator that allocates them until they are freed.
 
-    The allocator's own count would not do: what the last holder frees on a thread of gloo's, it
-    does not hear of. Storages that are resized count as they are (FSDP empties them).
+    The profiler's allocation count would not do: it misses storages whose last holder frees them on
+    one of gloo's threads. Resized storages count with their current size (FSDP empties them).
 
     Args:
         known: tensors that count from the beginning.
-        read: whether tensors that operators read count from then on, whoever made them.
+        read: whether tensors count from the first operator that reads them, whatever allocated
+            them.
 
     Attributes:
-        curve: every operator, with the bytes that were alive behind it.
+        curve: (operator, live bytes after it) for every operator.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, read: bool = False) -> None:

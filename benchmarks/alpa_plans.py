@@ -1,12 +1,11 @@
-"""Our pipelines beside those that Alpa published: `python benchmarks/alpa_plans.py`.
+"""Compares our pipelines with those that Alpa published: `python benchmarks/alpa_plans.py`.
 
-GPT and Wide-ResNet on p3.16xlarge hosts (Alpa, OSDI 2022, figure 8; the plans are those of its
-artifact's benchmark suites). Alpa's stages, sub-meshes, logical shapes and microbatches are taken,
-its intra-operator plans are ours on that shape, so that its price is rather too low. Both pipelines
-are priced by one cost model and played by one simulator. Blocks of either compute their activations
-again where memory asks for it; where Alpa's plan does not fit into 16 GB all the same, memory is
-not limited for either.
-Nothing here is measured.
+The models are GPT and Wide-ResNet on p3.16xlarge hosts (Alpa, OSDI 2022, figure 8; the plans are
+those of its artifact's benchmark suites). We take Alpa's stages, sub-meshes, logical shapes and
+microbatches, and plan each stage on that shape with our own solver, so Alpa's price is rather too
+low. One cost model prices both pipelines, and one simulator times them. Blocks of either recompute
+their activations if memory requires it; if Alpa's plan does not fit into 16 GB even so, memory is
+unlimited for both. All figures are simulated.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Pipelines that do not wait: how they converge, and how fast they are.
+"""Measures the convergence and the speed of asynchronous pipelines.
 
 `python benchmarks/asynchronous.py convergence` trains small networks in four stages on four gloo
-processes, on data that packages ship (scikit-learn's digits; characters of the help pages of
-Python), by every method, with SGD and AdamW, and writes the losses of every step and a picture. A
-method that updates for every microbatch does so at its part of the learning rate of the others.
-What diverges is shown as it is.
+processes, on data that packages ship (scikit-learn's digits; characters of Python's help pages), by
+every method, with SGD and AdamW, and writes the losses of every step and a picture. A method that
+updates after every microbatch uses a correspondingly smaller learning rate. Diverging runs are
+shown as they are.
 
-`python benchmarks/asynchronous.py throughput` runs stages that wait a fixed time in place of
-computing, so that four processes have their time for themselves on fewer cores, and writes seconds
-of a step beside what the simulator promises for the same rows.
+`python benchmarks/asynchronous.py throughput` runs stages that wait a fixed time instead of
+computing, so that four processes can share fewer cores, and writes seconds of a step next to the
+simulation of the same rows.
 
 `python benchmarks/asynchronous.py --table` prints the tables of docs/results.
 """

@@ -1,9 +1,9 @@
-"""Training steps as they are written by hand with torch: the rivals of `benchmarks/end_to_end.py`.
+"""Training steps written by hand with torch, the baselines of `benchmarks/end_to_end.py`.
 
 Each is a `Rival`: it takes a model on the CPU, shards it over all processes of the default group,
 and trains it with AdamW. A step takes the whole batch, of which every process uses its part, and
-returns the mean loss on every process. Tensor parallelism and pipelines are written for decoders
-whose modules are called like Llama's (Llama, Mistral, Qwen); others are refused.
+returns the mean loss on every process. Tensor parallelism and pipelines support decoders whose
+modules have Llama's names (Llama, Mistral, Qwen), and refuse other models.
 """
 
 from __future__ import annotations

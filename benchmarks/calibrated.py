@@ -1,17 +1,18 @@
-"""Predicted against measured step time on this machine: `python benchmarks/calibrated.py`.
+"""Compares predicted and measured step times on this machine: `python benchmarks/calibrated.py`.
 
-Three small models, of widths 128, 256 and 512, each with two sizes of batch, train under five plans
-each, fixed beforehand, with four processes. The seconds of a step are compared with the simulator's
-under a calibration, with the plan's own sum of prices under the first one, and with the simulator's
-under the closed forms, which know nothing of this machine. No step is used to fit anything.
+Three small models, of widths 128, 256 and 512, each with two batch sizes, train with five plans
+chosen in advance, on four processes. The measured seconds of a step are compared with the
+simulator's under a calibration, with the plan's own sum of prices under the first calibration, and
+with the simulator's under closed forms, which know nothing of this machine. No step is used to fit
+anything.
 
-A shared machine's speed drifts over minutes, so that it is calibrated several times, and the plans
-train in between, some steps each time; of each problem of a calibration the median over the times
-is taken. Each plan trains in processes of its own, as users' plans do: in processes that hold the
-tensors of other programs, too, steps take a fifth longer. The first steps do not count. A step's
-time is the slowest process's, the median over steps. The last lines tell the rank correlation
+The speed of a shared machine drifts over minutes. So it is calibrated several times, and the plans
+train in between, some steps each time; each problem of the calibration counts with its median. Each
+plan trains in processes of its own, as users' plans do, because steps take a fifth longer in
+processes that hold the tensors of other programs. The first steps do not count. A step's time is
+that of the slowest process, and the median over steps. The last lines print the rank correlation
 (Spearman) and the median error of each prediction. Writes results/calibrated.csv and
-docs/images/calibrated.svg. The machine must be quiet.
+docs/images/calibrated.svg. The machine must be idle.
 """
 
 from __future__ import annotations

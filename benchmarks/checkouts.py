@@ -1,10 +1,10 @@
-"""Two checkouts side by side: `python benchmarks/checkouts.py BEFORE AFTER [--train]`.
+"""Compares two checkouts: `python benchmarks/checkouts.py BEFORE AFTER [--train]`.
 
-A change of structure must alter no plan, no prediction and no loss. This script plans the families
-of models, pipelines, state shardings, fusions and offload in each of two checkouts, and prints
-every case whose plan, predicted figures or emitted program differ. With `--train` all families
-train on four processes, and losses and parameters are compared to the bit. The exit status is 1 if
-anything differs.
+A change of structure must not alter any plan, prediction or loss. This script plans the families of
+models, pipelines, state shardings, fusions and offload in each of two checkouts, and prints every
+case whose plan, predictions or emitted program differ. With `--train`, all families train on four
+processes, and losses and parameters are compared bit by bit. The exit status is 1 if anything
+differs.
 """
 
 from __future__ import annotations

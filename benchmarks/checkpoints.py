@@ -1,10 +1,10 @@
-"""Saving and loading 100 M parameters on four processes: `python benchmarks/checkpoints.py`.
+"""Saves and loads 100 M parameters on four processes: `python benchmarks/checkpoints.py`.
 
-A perceptron of four square layers under a ZeRO-3 plan, with Adam's state, three times 400 MB in
-float32: saved, saved beside training, and loaded under the same plan and cut the other way; then as
-many numbers as DTensors through torch.distributed.checkpoint's own files, which have no checksums.
-Seconds are those of the slowest rank, and memory is the most that a rank's process grew by, both
-the best of three rounds in turns. Everything is read from the page cache.
+The model is a perceptron of four square layers under a ZeRO-3 plan, with Adam's state, three times
+400 MB in float32. It is saved, saved asynchronously, and loaded under the same plan and under
+another one; then as many numbers are saved as DTensors in torch.distributed.checkpoint's own files,
+which have no checksums. Seconds are those of the slowest rank, and memory is the largest growth of
+a rank's process, both the best of three alternating rounds. All reads come from the page cache.
 """
 
 from __future__ import annotations

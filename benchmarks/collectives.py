@@ -1,9 +1,9 @@
-"""Every algorithm of a collective beside gloo's own call, played price beside measured time.
+"""Compares every algorithm of a collective with gloo's own call, and predicted with measured times.
 
-On four ranks of one host, on two hosts of two and on four hosts of one, which are network
-namespaces behind links of a given rate. What a message takes inside a host and between hosts is
-measured first, in the same run; the prices are played with these two figures each. Rows go to
-results/collectives.csv. Needs root, ip and tc for more than one host.
+It runs on four ranks of one host, on two hosts of two and on four hosts of one, which are network
+namespaces joined by links of a given rate. The time of a message inside a host and between hosts is
+measured first, in the same run, and all prices use these two figures. Rows go to
+results/collectives.csv. More than one host needs root, ip and tc.
 
     python -m benchmarks.collectives --rate 100mbit --bytes 65536,1048576
 """

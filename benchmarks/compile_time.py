@@ -1,8 +1,8 @@
-"""Seconds of planning by stage, and peak memory: `python benchmarks/compile_time.py`.
+"""Measures the seconds and the peak memory of planning: `python benchmarks/compile_time.py`.
 
-Nothing is trained and no GPU is needed: models come without weights, meshes as text. Every case
-runs in a process of its own, `--repeats` times; a row holds medians, the range of the total, and
-the processor's seconds, which other work on the machine disturbs less.
+Nothing is trained and no GPU is needed: models have no weights, and meshes are texts. Every case
+runs in a process of its own, `--repeats` times; a row contains medians, the range of the total, and
+processor seconds, which depend less on other load.
 """
 
 from __future__ import annotations

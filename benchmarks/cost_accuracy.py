@@ -1,15 +1,15 @@
-"""Predictions against published measurements: `python benchmarks/cost_accuracy.py`.
+"""Compares predictions with published measurements: `python benchmarks/cost_accuracy.py`.
 
-Nothing is run on an accelerator: every row is a prediction of autopar's cost and memory models for
-a system that others measured, next to what they published (benchmarks/published.json). How each
-system was modelled, and which figures were fitted to which rows, stands in benchmarks/published/.
-Writes results/cost_accuracy.csv and docs/images/cost_accuracy.svg; `--only TABLE` prints the rows
-of a table.
+Nothing runs on an accelerator: every row is a prediction of autopar's cost and memory models for a
+system that others have measured, next to the published figure (benchmarks/published.json).
+benchmarks/published/ documents how each system was modelled, and which figures were fitted to which
+rows. Writes results/cost_accuracy.csv and docs/images/cost_accuracy.svg; `--only TABLE` prints the
+rows of a table.
 
     exact       must be equal, rounded as published
     predicted   no figure was fitted to this table
-    fitted      a figure of the device was fitted to these rows, or an assumption inferred from
-                them; the note says which. There is one set of figures a device, none a row
+    fitted      a figure of the device was fitted to these rows, or an assumption was inferred from
+                them; the note says which. Figures belong to a device, never to a row
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Our plan against hand-written torch, trained side by side: a laptop's cores or a cluster's GPUs.
+"""Compares our plan with hand-written torch, on the cores of a laptop or the GPUs of a cluster.
 
     python benchmarks/end_to_end.py                               # four gloo processes here
     torchrun --nproc-per-node 8 benchmarks/end_to_end.py --model llama-3-8b --batch 8 --seq 4096
     sbatch benchmarks/end_to_end.slurm                            # several hosts
 
-Every program begins with the same weights and gets the same batches. All are alive and take turns
-step by step, so that what disturbs the machine disturbs all; where memory does not hold them all,
-`--apart` builds one after the other. A step's time is the slowest process's. Each program trains
-one more step under torch's profiler: exposed communication is the time in which something is sent
-and nothing computed, on the first process.
+Every program starts with the same weights and gets the same batches. All programs are loaded and
+take turns step by step, so that other load affects all of them; if memory cannot hold them all,
+`--apart` builds one after the other. A step's time is that of the slowest process. Each program
+trains one more step under torch's profiler: exposed communication is the time of the first process
+in which something communicates and nothing computes.
 
-MFU counts 6 FLOPs a parameter and token, and attention. "predicted" is the cost model's word on our
-plan and, for a baseline that has a plan of the same name (`autopar.pins`), on that.
+MFU counts 6 FLOPs for each parameter and token, and attention. "predicted" is the cost model's
+prediction for our plan and, for a baseline with a plan of the same name in `autopar.pins`, for that
+plan.
 """
 
 from __future__ import annotations

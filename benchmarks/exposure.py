@@ -1,4 +1,4 @@
-"""Exposed communication of a profiled step: time in which something is sent, nothing computed."""
+"""Exposed communication of a profiled step: the time in which nothing computes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Models of many families: planned, trained and compared: `python benchmarks/families.py`.
+"""Plans, trains and compares models of many families: `python benchmarks/families.py`.
 
 Every model of tests/support/families.py is captured and planned in a process of its own, on four
-devices, on two by two, and on two nodes of eight H100; then all are trained three steps on four
-processes of this machine, under the plans of the first two meshes, and compared with training in
-one process.
+devices, on two by two, and on two nodes of eight H100. Then all train three steps on four processes
+of this machine, with the plans of the first two meshes, and are compared with training in one
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MESHES = {"line": LINE, "grid": GRID, "cluster": CLUSTER}
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Seconds of capturing and planning one model, and what runs whole for want of a rule."""
+    """Measures the seconds of capturing and planning a model; lists operators without a rule."""
     model, batch = make(name)
     options = Options()
     began = time.perf_counter()

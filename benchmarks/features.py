@@ -1,10 +1,10 @@
-"""Features of training in pairs, on four processes: `python benchmarks/features.py`.
+"""Trains pairs of features on four processes: `python benchmarks/features.py`.
 
-Every two features of tests/features/table.py beside one another, on every model of
-tests/features/models.py, against plain torch in one process: losses, gradients' norms, parameters,
-their averages and the optimizer's state of four steps. `--count 7 --draw 24` draws cases
-of seven at random, `--further` the second table beside the first. A row is one case: "right" with
-its largest relative error, or what refuses it, or "wrong", which fails the script.
+Every pair of features of tests/features/table.py is trained on every model of
+tests/features/models.py and compared with plain torch in one process: losses, gradient norms,
+parameters, their averages and optimizer state of four steps. `--count 7 --draw 24` draws cases of
+seven features at random, and `--further` adds the second table. A row is one case: "right" with its
+largest relative error, the reason of a refusal, or "wrong", which makes the script fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Predicted step time against memory a device: `python benchmarks/frontier.py`.
+"""Predicts step time against memory per device: `python benchmarks/frontier.py`.
 
-The fastest plans of one model on one node that need less and less memory; the table of docs/how-to.
-The figures are predictions: nothing is run. It ends with an error unless less memory takes longer.
+It plans one model on one node within less and less memory, for a table in docs/how-to. Nothing
+runs; all figures are predictions. It ends with an error unless less memory takes more time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Our pipelines beside every plan of a Megatron-style grid: `python benchmarks/grid.py`.
+"""Compares our pipelines with every plan of a Megatron-style grid: `python benchmarks/grid.py`.
 
-The grid: tensor parallelism with sequence parallelism on the devices of one host, pipeline
+The grid has tensor parallelism with sequence parallelism on the devices of one host, pipeline
 parallelism of equal numbers of blocks, data parallelism over the rest, optimizer state split over
-the replicas (ZeRO-1), all sizes of a microbatch, 1F1B with all numbers of chunks on a rank; where
-memory asks for it, all blocks compute their activations again. As in Megatron, the embedding and
-the head may count as a block each. Nothing is left out but what does not fit into memory; a plan
-whose slowest rank alone is busy for longer than the tenth best plan takes is not played. All plans
-are priced by one cost model and played, action by action, by one simulator. Nothing here is
-measured.
+the replicas (ZeRO-1), all microbatch sizes, and 1F1B with all numbers of chunks on a rank. If
+memory requires it, all blocks recompute their activations. As in Megatron, the embedding and the
+head may count as a block each. The grid leaves out only plans that do not fit into memory; a plan
+whose slowest rank alone is busy for longer than the tenth best plan takes is not simulated. One
+cost model prices all plans, and one simulator times them action by action. All figures are
+simulated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark shares: child processes, rows of CSV, and where and when they were made."""
+"""Shared parts of all benchmarks: child processes, CSV rows, and their provenance."""
 
 from __future__ import annotations
 

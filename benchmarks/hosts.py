@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces that slow links join. Needs root, ip and tc."""
+"""Emulates hosts on one machine by network namespaces with slow links; needs root, ip and tc."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every operator of ATen that writes, beside eager torch: `python -m benchmarks.in_place`.
+"""Compares every operator of ATen that writes with eager torch: `python -m benchmarks.in_place`.
 
-Each is called on a buffer, on a view of one and on a local value; results/in_place.csv has a row
-for each, and what was counted is printed.
+Each operator is called on a buffer, on a view of one and on a local value. results/in_place.csv has
+a row for each call, and the script prints the counts.
 """
 
 from __future__ import annotations

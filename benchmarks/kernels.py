@@ -1,14 +1,15 @@
-"""Kernels against memory and against peers: `python benchmarks/kernels.py`; one GPU, some minutes.
+"""Measures kernels against memory bandwidth and other providers: `python benchmarks/kernels.py`.
 
-`--dry-run` sends a small model through all providers on the CPU and writes nothing.
+It takes some minutes on one GPU. `--dry-run` runs a small model with all providers on the CPU and
+writes nothing.
 
-Every row says how many bytes a kernel moves and how long that takes at the bandwidth at which an
-H200 copies memory. On a GPU they also hold what was measured there, in the same process: copying
-and a product of bf16 matrices as ceilings; then each kernel's error against its reference in
-float64, from outputs that held NaN, its bits twice, and the time of ours, of torch, of
-torch.compile and of Liger where it is installed, in turns; then steps of a whole model with and
-without kernels, and their losses beside eager torch's (`benchmarks/gpu/model.py`). Without a GPU
-those columns stay empty. `--only kernels` and `--only model` are the two halves.
+Every row states how many bytes a kernel moves and how long that takes at the bandwidth at which an
+H200 copies memory. On a GPU, rows also contain measurements from the same process: copying, and a
+product of bf16 matrices, as ceilings; then each kernel's error against its reference in float64,
+from outputs that held NaN, whether two runs give the same bits, and the time of our kernel, of
+torch, of torch.compile and of Liger if it is installed, in turns; then steps of a whole model with
+and without kernels, and their losses next to eager torch's (`benchmarks/gpu/model.py`). Without a
+GPU these columns stay empty. `--only kernels` and `--only model` run one half.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""How many operators have a rule, and who says so: `python -m benchmarks.operators`.
+"""Counts operators with rules and judges the rules: `python -m benchmarks.operators`.
 
 Every rule is proved on its examples; torch's own samples of its operators (OpInfo) are captured and
-run in parts; DTensor's splits are laid beside the rules'. One CSV each, one row an operator, and
-the table of docs/results/correctness.md, which `--table` prints again without running anything.
+run sharded; DTensor's splits are compared with the rules'. There is one CSV for each, with one row
+for each operator, and the table of docs/results/correctness.md, which `--table` prints again
+without running anything.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES = ("coverage_rules", "coverage_opinfo", "coverage_dtensor")
 
 
 def proved() -> Iterator[Row]:
-    """Every rule on its examples, on one and on two mesh axes."""
+    """Proves every rule on its examples, on one and on two mesh axes."""
     for family, members in families().items():
         for rule in members:
             report = prove(rule)
@@ -46,7 +47,7 @@ def proved() -> Iterator[Row]:
 
 
 def sampled() -> Iterator[Row]:
-    """torch's samples of every operator, on 2 and on 4 devices."""
+    """Judges torch's samples of every operator, on 2 and on 4 devices."""
     from tests.judges.opinfo import judge, operators
 
     for name, op in sorted(operators().items()):
@@ -62,30 +63,30 @@ def sampled() -> Iterator[Row]:
 
 
 def compared() -> Iterator[Row]:
-    """DTensor's splits of every rule's examples, on two devices."""
+    """Compares DTensor's splits with those of every rule's examples, on two devices."""
     from tests.judges.dtensor import OURS, compare, fake_mesh
 
     with fake_mesh() as mesh:
         for op, rule in sorted(rules().items()):
             if op not in OURS:
-                found = compare(rule, mesh)
+                result = compare(rule, mesh)
                 yield {
                     "operator": op,
-                    "known": not found.unknown,
-                    "both": found.both,
-                    "ours": found.ours,
-                    **{kind: sum(item.kind == kind for item in found.theirs) for kind in KINDS},
+                    "known": not result.unknown,
+                    "both": result.both,
+                    "ours": result.ours,
+                    **{kind: sum(item.kind == kind for item in result.theirs) for kind in KINDS},
                 }
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of results/NAME.csv."""
+    """Returns the rows of results/NAME.csv."""
     with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def table() -> str:
-    """The table of docs/results, from the CSVs."""
+    """Returns the table of docs/results, from the CSVs."""
     lines = [
         "| judge | operators | strategies | outcome |",
         "|---|---|---|---|",
@@ -106,21 +107,21 @@ def _examples() -> Sequence[str]:
 
 
 def _samples() -> Sequence[str]:
-    """Operators by status; what is not captured by its reason, most frequent first."""
+    """Counts operators by status, and those that are not captured by reason."""
     rows = read("coverage_opinfo")
     status = Counter(row["status"] for row in rows)
     reasons = Counter(row["reason"] for row in rows if row["status"] == "refused")
     outcome = (
-        f"{status['splits']} are correct in parts, {status['whole']} run whole by their rule, "
+        f"{status['splits']} are correct when sharded, {status['whole']} run whole by their rule, "
         f"{status['random']} draw random numbers, {status['unknown']} have no rule for some part, "
-        f"{status['fails'] or 'none'} are wrong; {status['refused']} are not captured: "
+        f"{status['fails'] or 'none'} are wrong; {status['refused']} cannot be captured: "
         + ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
     )
     return "torch's samples (OpInfo)", f"{len(rows)}", f"{_sum(rows, 'strategies'):,}", outcome
 
 
 def _splits() -> Sequence[str]:
-    """Combinations of placements, over the operators that DTensor knows."""
+    """Counts combinations of placements, over the operators that DTensor knows."""
     every = read("coverage_dtensor")
     rows = [row for row in every if row["known"] == "True"]
     counts = {kind: _sum(rows, kind) for kind in KINDS}
@@ -129,10 +130,10 @@ def _splits() -> Sequence[str]:
     outcome = (
         f"{_sum(rows, 'ours')} more than DTensor allows; {sum(counts.values())} fewer ("
         + ", ".join(f"{kind} {number}" for kind, number in counts.items())
-        + f"), and none fewer for {least} operators; {wrong} of DTensor's do not hold"
+        + f"), and none fewer for {least} operators; {wrong} of DTensor's are wrong"
     )
     known = f"{len(rows)} of {len(every)}"
-    return "DTensor, one mesh axis", known, f"{_sum(rows, 'both'):,} alike", outcome
+    return "DTensor, one mesh axis", known, f"{_sum(rows, 'both'):,} in common", outcome
 
 
 def _sum(rows: Sequence[Mapping[str, str]], column: str) -> int:
@@ -140,7 +141,7 @@ def _sum(rows: Sequence[Mapping[str, str]], column: str) -> int:
 
 
 def main() -> None:
-    """Run the judges, write their CSVs and print the table."""
+    """Runs the judges, writes their CSVs and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the table of the last run")
     if not parser.parse_args().table:
@@ -148,12 +149,12 @@ def main() -> None:
         warnings.simplefilter("ignore")  # samples try what is deprecated, too
         torch.set_num_threads(1)  # the tensors are tiny
         for name, rows in zip(NAMES, (proved, sampled, compared), strict=True):
-            print(f"wrote {write(name, _told(rows()))}", flush=True)
+            print(f"wrote {write(name, _with_progress(rows()))}", flush=True)
     print(table())
 
 
-def _told(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows, while a person is told how far it is."""
+def _with_progress(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yields the rows and reports progress."""
     for number, row in enumerate(rows, 1):
         if sys.stderr.isatty():
             print(f"\r{number} {row['operator']:<60.60}", end="", file=sys.stderr, flush=True)

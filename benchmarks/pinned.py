@@ -1,7 +1,7 @@
-"""Predicted step and memory under the user's own words: `python benchmarks/pinned.py`.
+"""Predicts step time and memory under pins: `python benchmarks/pinned.py`.
 
-One model on one cluster, planned free and under plans of the literature; the table of docs/how-to.
-The figures are predictions of the cost model: nothing is run.
+It plans one model on one cluster without pins and with published plans, for a table in docs/how-to.
+Nothing runs; all figures are predictions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORDS: dict[str, PinsLike | None] = {
 
 
 def main() -> None:
-    """Plan under all words and write results/pinned.csv."""
+    """Plans with all pins and writes results/pinned.csv."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     model, inputs = load(MODEL, batch=BATCH, seq=SEQ)
     graph = capture_graph(model, (), inputs, Options(), Trace(None)).graph

@@ -1,15 +1,15 @@
-"""autopar's pipeline runtime against torch.distributed.pipelining: `python benchmarks/pipeline.py`.
+"""Compares our pipeline runtime with torch.distributed.pipelining: `python benchmarks/pipeline.py`.
 
-Four gloo processes with one thread each train one decoder in stages, by both runtimes, with the
-same cuts, microbatches, schedule, optimizer and data. Both programs are alive and their steps
-alternate, so that what disturbs the machine disturbs both; a ratio is of two neighbouring steps. A
-step's time is the slowest process's.
+Four gloo processes with one thread each train one decoder in stages with both runtimes, with the
+same cuts, microbatches, schedule, optimizer and data. Both programs are loaded and their steps
+alternate, so that other load affects both; a ratio compares two adjacent steps. A step's time is
+that of the slowest process.
 
-`computing` are real stages. Where there are fewer cores than processes, these share them. `timed`
-are stages that wait a fixed time in place of computing, as a host waits for its accelerator, so
-that every process has its time for itself: there the step shows schedule, transfers and the
-runtime's own time alone. Bubbles are read off the timestamps of `program.step(profile=...)`; the
-simulated one is that of the same actions, with their measured mean times.
+In `computing` rows stages compute; with fewer cores than processes, these share them. In `timed`
+rows stages wait a fixed time instead, as a host waits for its accelerator, so processes do not
+compete, and the step shows only schedule, transfers and the overhead of the runtime. Bubbles are
+computed from the timestamps of `program.step(profile=...)`; the simulated bubble is that of the
+same actions with their measured mean times.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""autopar's own strategy problems, solved: `python benchmarks/problems.py`.
+"""Solves autopar's own strategy problems: `python benchmarks/problems.py`.
 
 Every model is captured once, in a process of its own, and its problem is built and solved on every
-mesh, without a limit of memory and with one that forbids the cheapest plan: three tenths of the way
-down from the least that a plan of that cost holds to what the choices hold at least. Rows tell the
-size of the problem, what the reductions left, cost, bound, gap and seconds. For models of equal
-blocks, eight of them, the cost is compared with that of the graph whose blocks are not folded,
-where every block may have a plan of its own. With `--models` and `--meshes` the results of
-others stay as they are.
+mesh, without a memory limit and with one that rules out the cheapest plan. That limit lies three
+tenths of the way from the least memory of a plan of the optimal cost to the least memory of all
+choices. Rows contain the size of the problem, what the reductions left, cost, bound, gap and
+seconds. For models of eight equal blocks, the cost is compared with that of the unfolded graph,
+where every block may have a plan of its own. With `--models` and `--meshes`, other rows stay
+unchanged.
 """
 
 from __future__ import annotations

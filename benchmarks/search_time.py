@@ -1,9 +1,9 @@
-"""How long whole plans of pipelines take: `python benchmarks/search_time.py`.
+"""Measures the time of planning pipelines: `python benchmarks/search_time.py`.
 
-`autopar plan MODEL --mesh MESH --global-batch SAMPLES` as users run it, each time in a process of
-its own: from the start of Python to the plan's file, with layers, stages, sub-meshes, microbatches
-and schedule chosen together and every stage planned. Seconds of a step are simulated. Writes
-results/search_time.csv and prints the table of docs/results. The machine must be quiet.
+It runs `autopar plan MODEL --mesh MESH --global-batch SAMPLES` like a user, each time in a process
+of its own, from the start of Python to the plan's file. Layers, stages, sub-meshes, microbatches
+and schedule are searched for together, and every stage is planned. Seconds of a step are simulated.
+Writes results/search_time.csv and prints the table of docs/results. The machine must be idle.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Solvers on the instances of the contest: `python benchmarks/solvers.py --dir DIR`.
+"""Runs solvers on the instances of the contest: `python benchmarks/solvers.py --dir DIR`.
 
-With `--only` and `--runs` the results of others are kept as they are.
+With `--only` and `--runs`, the results of other solvers and runs are kept.
 
-DIR holds files `*-NAME.json.gz`. Costs and time limits that are known stand in `published.json`
-beside DIR; without it, those columns stay empty. Every run is a process of its own; its seconds
+DIR contains files `*-NAME.json.gz`. Published costs and time limits are read from `published.json`
+next to DIR; without it, those columns stay empty. Every run is a process of its own, whose seconds
 include reading the file. Writes results/solvers.csv, solvers_trace.csv (incumbent and bound against
 time) and docs/images/solvers.svg.
 """

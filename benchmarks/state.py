@@ -1,18 +1,18 @@
-"""State shardings measured: against torch's DDP and FSDP2, and against one another on two hosts.
+"""Measures state shardings against torch's DDP and FSDP2, and against one another on two hosts.
 
     python benchmarks/state.py                # four gloo processes, side by side with torch
     python benchmarks/state.py --hosts        # two emulated hosts of two ranks; needs root, ip, tc
 
-All programs of a run begin with the same weights, get the same batches and take turns step by
-step; a step's time is the slowest process's, a ratio the median over rounds with its quartiles.
-Steps in which processes compare their batches do not count. Peak bytes are those of all tensors
-that are alive on the first process at the highest point of a step: parameters, gradients, optimizer
-state, buckets and activations (`benchmarks/alive.py`).
+All programs of a run start with the same weights, get the same batches and take turns step by step.
+A step's time is that of the slowest process, and a ratio is the median over rounds with its
+quartiles. Steps in which processes compare their batches do not count. Peak bytes are those of all
+live tensors of the first process at the peak of a step: parameters, gradients, optimizer state,
+buckets and activations (`benchmarks/alive.py`).
 
 The emulated hosts are two network namespaces that a shaped link joins (`benchmarks/hosts.py`).
-There the programs are ours, with eight microbatches a step, parameters gathered again for the
-backward as PaRO counts it, and the published speed-ups stand beside (arXiv:2310.06003, section 5:
-LLaMA-7B and 65B on 32 and 128 A100).
+There only our programs run, with eight microbatches in a step and parameters gathered again for the
+backward, as PaRO counts it, next to the published speed-ups (arXiv:2310.06003, section 5: LLaMA-7B
+and 65B on 32 and 128 A100).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The architecture holds: sizes of files, functions and folders, names, cycles, private torch."""
+"""Enforces the architecture: sizes of files, functions and folders, names, cycles, private torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ MANY_PARAMETERS = {
     "autopar.inter_op.partition:partition": _PLANNING,
     "autopar.inter_op.straight:_Program.__init__": _PLANNING,
     "autopar.operators.across:Across.mixture": _OPERATOR,
-    "autopar.operators.mixture:mixture": _OPERATOR,
     "autopar.planning.pipelines.search:search": _PLANNING,
     "autopar.planning.pipelines.stages:plan_stages": _PLANNING,
 }

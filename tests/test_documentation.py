@@ -1,4 +1,4 @@
-"""The blocks of README and of the tutorial run as they are printed."""
+"""Runs the code blocks of README and of the tutorial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue of errors: each has an example, which raises it with the message that is shown."""
+"""The catalogue of errors: each has an example, which raises it with the message shown."""
 
 from __future__ import annotations
 

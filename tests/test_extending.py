@@ -1,7 +1,7 @@
-"""CONTRIBUTING says that each extension is one file or table. Here one of each comes from a folder
-that is not the project's, is found there, and is used.
+"""Extends autopar by one of each kind of file or table that CONTRIBUTING names, and uses it.
 
-It runs in a process of its own, so that nothing of it is left to other tests.
+The extensions come from a folder outside the project. The tests run in a process of their own, so
+that other tests are not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an installed autopar contains, and that the folder `kernels` disturbs nobody."""
+"""The contents of an installed autopar, and its `kernels` folder, which hides no other package."""
 
 from __future__ import annotations
 

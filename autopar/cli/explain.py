@@ -177,7 +177,10 @@ def explained(
     Returns:
         The explanation: seconds and bytes by cause, operator and parameter.
     """
-    price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
+    price, slowdown = (
+        price or AnalyticModel(chosen.mesh, in_step=True),
+        device(chosen.mesh).slowdown,
+    )
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
     for node in graph.folded:

@@ -111,6 +111,11 @@ from autopar.stage_plan import StagePlan
     "gpu from 65536: 2d_torus'. Default: those of NCCL or gloo.",
 )
 @click.option(
+    "--expert-load",
+    metavar="LOAD",
+    help="How often experts are chosen, for prices: equal (the default), 'zipf 0.8', or shares.",
+)
+@click.option(
     "--fuse/--no-fuse",
     default=None,
     help="Whether to replace groups of operators by fused kernels.",
@@ -163,6 +168,7 @@ def command(
     recompute: str | None,
     offload: str | None,
     collectives: str | None,
+    expert_load: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
     as_frontier: bool,
@@ -197,6 +203,7 @@ def command(
         "recompute": recompute,
         "offload": offload,
         "collectives": _algorithms(collectives),
+        "expert_load": expert_load,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": None if global_batch is None else "auto",

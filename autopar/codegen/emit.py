@@ -72,7 +72,8 @@ def emit(
         for name, node in graph.outputs
     )
     inputs = "".join(
-        f"    {quoted(leaf.target)}: {quoted(str(leaf.type))},\n" for leaf in graph.leaves("input")
+        f"    {quoted(leaf.target)}: {_typed(leaf.type, printer.result(leaf.name))},\n"
+        for leaf in graph.leaves("input")
     )
     received = "".join(
         f"    {quoted(leaf.target)}: {_received(printer, leaf)},\n"

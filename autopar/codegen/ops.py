@@ -19,6 +19,7 @@ import torch
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.lower.literals import quoted
 from autopar.operators.assume import ASSUME
+from autopar.operators.expert_load import LOAD
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.operators.mixture import MIXTURE
 from autopar.operators.own_functions import called
@@ -73,6 +74,7 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     if node.op == ASSUME:
         return f"mesh.assume({_call(args, keywords)})"
     if node.op == MIXTURE:
+        keywords.pop(LOAD, None)
         return f"mesh.mixture({_call(args, keywords)})"
     if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"

@@ -72,7 +72,7 @@ class Printer(Placed):
             size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
             call = f"{hop.call.title} {size}"
             if hop.when == "forward":
-                note += f"  {'int8 ' if hop.call.quantised else ''}{size}"
+                note += f"  {hop.call.compression + ' ' if hop.call.compression else ''}{size}"
             elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
                 note += f"  backward {call}"
             else:

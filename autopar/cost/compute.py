@@ -1,73 +1,83 @@
 """Seconds of one kernel: the roofline model, with tiles and waves for matrix products.
 
-A kernel takes the longer of its computing time and its memory time, plus its launch: Williams,
-Waterman & Patterson, "Roofline", CACM 52(4), 2009. The computing rate depends on the shape of the
-matrices, as NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) explains:
+A kernel takes its launch and the longer of its computing time c and its memory time m: Williams,
+Waterman & Patterson, "Roofline", CACM 52(4), 2009. Where both are alike they disturb each other, so
+that a product takes (c^3 + m^3)^(1/3). The computing rate depends on the shape of the matrices, as
+NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) explains:
 
     tile quantisation   the result is cut into tiles; a partly filled tile takes full time
     wave quantisation   processors run one tile each at a time; a last wave with a single tile takes
                         as long as a full wave
     small tiles         waste less, but load more per product, so they are less efficient
     short k             filling and draining the pipeline takes as long as `k_half` more products
-                        in 16 bits
+                        in 16 bits, and a term takes at least `k_latency`, however small the tile
     split k             if tiles are few, several processors share one and their parts are added
+    clocks              a long kernel computes at lower clocks than a short one
 
 A library tries several tiles and splits; the fastest counts. Time grows with each of m, n and k.
+The constants stand in tables/products.csv (cost/kernel_tables.py). In a long step all kernels run
+at low clocks, and beside other work: then computing takes `1 / step_efficiency` of a short kernel's
+time, a figure of the device (devices.toml).
 """
 
 from __future__ import annotations
 
 import math
 
+from autopar.cost.attention_seconds import NAMES as ATTENTION
+from autopar.cost.attention_seconds import attention_seconds
 from autopar.cost.device import Device
 from autopar.cost.work import Gemm
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
 _NARROW = 8  # vector units may be faster with fewer rows or columns than this
-_ATTENTION = ("aten.scaled_dot_product_attention", "aten.scaled_dot_product_attention backward")
+_BLEND = 3.0
 
 
 def kernel_seconds(
-    device: Device, op: str, flops: float, nbytes: float, dtype: str, gemm: Gemm | None = None
+    device: Device,
+    op: str,
+    flops: float,
+    nbytes: float,
+    dtype: str,
+    gemm: Gemm | None = None,
+    *,
+    in_step: bool = False,
 ) -> float:
     """Returns the seconds of one kernel; 0 if it neither computes nor moves anything.
 
     Args:
         device: the device that runs it.
-        op: name of the operator; fused attention has its own efficiency.
+        op: name of the operator; fused attention has its own formula.
         flops: floating-point operations; on vector units if `gemm` is None.
         nbytes: bytes read and written.
         dtype: dtype of the operands, as in the IR, or "tf32".
         gemm: shape of the matrix product, if it is one.
+        in_step: whether it is part of a long step, rather than run alone.
 
     Raises:
         CostError: the device has no peak for the dtype.
     """
     if not flops and not nbytes:
         return 0.0
-    moving = memory_seconds(device, nbytes)
     vector = flops / device.rate(dtype, matmul=False)
     if gemm is None:
-        return max(vector, moving) + device.launch
-    if op in _ATTENTION:
-        return max(_attention_seconds(device, gemm, dtype), moving) + device.launch
+        return max(vector, memory_seconds(device, nbytes)) + device.launch
+    left = device.step_efficiency if in_step else 1.0
+    if op in ATTENTION:
+        rate, back = device.rate(dtype, matmul=True) * left, op == ATTENTION[1]
+        moving = nbytes / device.memory_bandwidth
+        return attention_seconds(device.attention, gemm, rate, device.processors, moving, back)
+    moving = _operand_seconds(device, nbytes)
     computing = gemm_seconds(device, gemm, dtype)
     if min(gemm.m, gemm.n) < _NARROW:
         computing = min(computing, max(vector, moving))
-    return max(computing, moving) + device.launch
-
-
-def _attention_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
-    """Returns the seconds of fused attention.
-
-    A processor runs one block of queries after another through all keys. Blocks of queries, heads
-    and samples run in parallel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.2).
-    """
-    rows = min(device.tiles[0][:2])
-    blocks = gemm.batch * -(-gemm.m // rows)
-    waves = -(-blocks // device.processors)
-    rate = device.rate(dtype, matmul=True) * device.attention_efficiency / device.processors
-    return waves * 2.0 * rows * gemm.n * gemm.k / rate
+    if in_step:
+        computing /= left
+    else:
+        table = device.products
+        computing *= 1 + table.throttle * computing / (computing + table.throttle_after)
+    return float((computing**_BLEND + moving**_BLEND) ** (1 / _BLEND)) + device.launch
 
 
 def memory_seconds(device: Device, nbytes: float) -> float:
@@ -81,24 +91,37 @@ def memory_seconds(device: Device, nbytes: float) -> float:
     return (nbytes + device.memory_ramp) / (device.memory_bandwidth * device.memory_efficiency)
 
 
+def _operand_seconds(device: Device, nbytes: float) -> float:
+    """Returns the seconds to move the operands and the result of a product.
+
+    The share of the bandwidth rises from that of small transfers to that of large ones.
+    """
+    table = device.products
+    slow = nbytes * table.memory_ramp / (nbytes + table.memory_ramp) if nbytes else 0.0
+    rest = (nbytes - slow) / table.memory
+    return (slow / table.memory_small + rest) / device.memory_bandwidth
+
+
 def gemm_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
-    """Returns the computing seconds of matrix products, assuming that memory keeps up."""
+    """Returns the computing seconds of matrix products at full clocks, if memory keeps up."""
     if not gemm.flops:
         return 0.0
-    rate = device.rate(dtype, matmul=True)
-    peak = rate * device.matmul_efficiency / device.processors
-    # The ramp-up takes proportionally longer in a slower dtype.
-    start = device.k_half * rate / device.rate("f16", matmul=True)
+    table, rate = device.products, device.rate(dtype, matmul=True)
+    peak = rate * table.efficiency / device.processors
+    # Starts and steps along k take proportionally longer in a slower dtype.
+    slower = device.rate("f16", matmul=True) / rate
+    start, latency = table.k_half / slower, table.k_latency * slower
+    parts = 8.0 * gemm.batch * gemm.m * gemm.n  # written and read in f32 by every split
+    parts /= device.memory_bandwidth * table.memory_small
     best = math.inf
-    for tile_m, tile_n, efficiency in device.tiles:
-        tiles = gemm.batch * -(-gemm.m // tile_m) * -(-gemm.n // tile_n)
+    for rows, columns, relative in table.tiles:
+        tiles = gemm.batch * -(-gemm.m // rows) * -(-gemm.n // columns)
+        term = 2 * rows * columns / (peak * relative)
         for split in _SPLITS:
             waves = -(-tiles * split // device.processors)
-            length = -(-gemm.k // split) + start
-            seconds = waves * 2 * tile_m * tile_n * length / (peak * efficiency)
-            if split > 1:  # every part of the result is written and read in f32
-                parts = 8.0 * split * gemm.batch * gemm.m * gemm.n
-                seconds += memory_seconds(device, parts) + device.launch
+            seconds = waves * (start * term + -(-gemm.k // split) * max(term, latency))
+            if split > 1:
+                seconds += split * parts + table.split
             best = min(best, seconds)
             if tiles * split >= device.processors:
                 break

@@ -10,13 +10,15 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from autopar.cost.kernel_tables import Attention, Products
 from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
-_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "k_half", "fragmentation")
+_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
+_TABLES = ("products", "attention")
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -24,10 +26,10 @@ _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 class Device:
     """One device; rates in FLOP/s and bytes/s, memory in bytes, times in seconds.
 
-    Each of the `processors` computes one tile of a matrix product at a time; a tile is (rows,
-    columns, share of `matmul_efficiency`). `peak` holds a dense matmul rate for each of `DTYPES`;
-    efficiencies are the attainable shares of the peaks. The head of devices.toml explains each
-    figure.
+    Each of the `processors` computes one tile of a matrix product at a time. `peak` holds a dense
+    matmul rate for each of `DTYPES`; efficiencies are the attainable shares of the peaks. The head
+    of devices.toml explains each figure. `products` and `attention` are the device's rows of the
+    tables of kernels (cost/kernel_tables.py).
 
     Raises:
         CostError: a figure that is not finite or not positive (latencies, start-up costs and the
@@ -56,23 +58,20 @@ class Device:
     inter_efficiency: float
     switch_reduction: float
     library: str
-    matmul_efficiency: float
-    attention_efficiency: float
+    step_efficiency: float
     memory_efficiency: float
     memory_ramp: float
     launch: float
     slowdown: float
     processors: int
-    tiles: tuple[tuple[int, int, float], ...]
-    k_half: float
+    products: Products
+    attention: Attention
 
     def __post_init__(self) -> None:
         figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
         for field in fields(self):
-            if field.name not in ("peak", "tiles") and field.type != "str":
+            if field.name not in ("peak", *_TABLES) and field.type != "str":
                 figures[field.name] = getattr(self, field.name)
-        for m, n, share in self.tiles:
-            figures |= {f"tile {m} x {n}": min(m, n), f"tile {m} x {n} efficiency": share}
         for name, value in figures.items():
             zero_fits = name in _MAY_BE_ZERO or name.endswith("latency")
             share = name.endswith("efficiency") or name == "fragmentation"
@@ -133,14 +132,14 @@ def devices() -> tuple[Device, ...]:
 
 
 def _from_table(name: str, table: dict[str, Any]) -> Device:
-    keys = {field.name for field in fields(Device)} - {"name"}
+    keys = {field.name for field in fields(Device)} - {"name", *_TABLES}
     if set(table) != keys:
         raise CostError(
             f"device {name!r} in devices.toml has the wrong keys",
             why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
         )
-    peak, tiles = tuple(table["peak"].items()), tuple(map(tuple, table["tiles"]))
-    return Device(name=name, **{**table, "peak": peak, "tiles": tiles})
+    kernels = {"products": Products.of(name), "attention": Attention.of(name)}
+    return Device(name=name, **{**table, "peak": tuple(table["peak"].items()), **kernels})
 
 
 def device(mesh: Mesh) -> Device:
@@ -201,13 +200,12 @@ def _described(name: str, given: Description) -> Device:
         inter_efficiency=1.0,
         switch_reduction=0.0,
         library="unknown",
-        matmul_efficiency=0.5,
-        attention_efficiency=0.5,
+        step_efficiency=1.0,
         memory_efficiency=0.7,
         memory_ramp=0.0,
         launch=10e-6,
         slowdown=2.0,
         processors=1,
-        tiles=((1, 1, 1.0),),
-        k_half=0.0,
+        products=Products(),
+        attention=Attention(),
     )

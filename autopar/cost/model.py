@@ -52,6 +52,11 @@ class Checked:
 class AnalyticModel:
     """Closed forms over the figures of a mesh's device and links, without measurements.
 
+    Args:
+        mesh: the devices.
+        in_step: whether kernels are priced as parts of a long step, where clocks are lower and
+            other work runs beside them (`step_efficiency` of the device), or each as run alone.
+
     Attributes:
         chosen: the algorithms of calls that name none, as a plan says them.
 
@@ -62,8 +67,8 @@ class AnalyticModel:
 
     chosen: ChosenAlgorithms = LIBRARY_ONLY
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, in_step: bool = False) -> None:
+        self.mesh, self.in_step = mesh, in_step
         self.device = device(mesh)
         self.network = Network(mesh, self.device)
         # Shapes repeat in a model and among strategies.
@@ -74,8 +79,9 @@ class AnalyticModel:
         """Returns the seconds of `work` by the roofline model (see cost/compute.py)."""
         if work not in self._known:
             seconds = kernel_seconds(
-                self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm
-            )
+                self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm,
+                in_step=self.in_step,
+            )  # fmt: skip
             self._known[work] = _price(seconds, work, work.flops, work.nbytes)
         return self._known[work]
 

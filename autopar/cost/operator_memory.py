@@ -22,9 +22,10 @@ from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
 from autopar.operators.exchange import across
+from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import rows_near
+from autopar.operators.mixture import by_name, rows_near
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {
@@ -155,6 +156,8 @@ def recipe(
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)
     saved, rows = kept(node, accelerator), rows_near(node, types, into)
+    if rows and (busy := imbalance(node, types[0], into[0], mesh)) > 1.0:
+        rows = [((math.ceil(shape[0] * busy), *shape[1:]), layout) for shape, layout in rows]
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
         elements = given[0] / DTYPE_BYTES[node.type.dtype]
@@ -170,7 +173,7 @@ def recipe(
         share = given[0] / (node.type.nbytes or 1)
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     if rows:
-        scratch, backward = _mixture_scratch(types, rows, gradients, mesh)
+        scratch, backward = _mixture_scratch(by_name(node, types), rows, gradients, mesh)
         scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
     if node.op == "aten.dropout" and not accelerator:
         # A CPU first draws the mask of the whole tensor: ones, noise and their comparison.
@@ -198,7 +201,7 @@ def _chunk_of_logits(
 
 
 def _mixture_scratch(
-    types: tuple[TensorType, ...],
+    types: dict[str, TensorType],
     rows: list[tuple[tuple[int, ...], Layout]],
     gradients: tuple[float, ...],
     mesh: Mesh,
@@ -209,9 +212,10 @@ def _mixture_scratch(
     gradients of rows, which are freed before the last operand's gradient is allocated.
     """
     wide, narrow = (
-        float(layout.local_bytes(TensorType(types[3].dtype, shape), mesh)) for shape, layout in rows
+        float(layout.local_bytes(TensorType(types["x"].dtype, shape), mesh))
+        for shape, layout in rows
     )
-    scaled = wide * DTYPE_BYTES[types[5].dtype] / DTYPE_BYTES[types[3].dtype]
+    scaled = wide * DTYPE_BYTES[types["weights"].dtype] / DTYPE_BYTES[types["x"].dtype]
     given = sum(size for size in gradients if size > 0)
     return scaled, max(3 * scaled - given, 2 * narrow - given, 0.0)
 
@@ -346,8 +350,10 @@ def reduction_staging(
         accelerator: whether the devices are accelerators rather than CPUs.
         together: whether other gradients are sent in the same call.
     """
+    if hop.residual or hop.call.compression:  # with the residual, and as it is decoded
+        return 2 * whole + staged(hop.call, mesh)
     if hop.call.kind == "all_reduce":
         return 0.0
     packed = (bool(hop.dim) + together) * whole
-    summed = whole * (not (accelerator or hop.call.quantised))
-    return max(packed - part, summed + staged(hop.call, mesh), 0.0)
+    summed = whole * (not accelerator)
+    return max(packed - part, summed, 0.0)

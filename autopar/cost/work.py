@@ -20,7 +20,7 @@ __all__ = [
 
 
 def quantising(call: Collective) -> tuple[Work, ...]:
-    """Returns the kernels before and after a collective of int8 blocks, both bound by memory."""
+    """Returns the kernels before and after a compressed collective, both bound by memory."""
     kernel = Work("quantize", 0.0, call.quantised / 2, "f32")
     return (kernel, kernel) if call.quantised else ()
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autopar.explain.explanation import Explanation, Line, Operator
 from autopar.explain.moves import Call, Move
-from autopar.explain.tables import bar, render_view
+from autopar.explain.view_tables import bar, render_view
 from autopar.explain.views import VIEWS
 from autopar.ir.units import format_bytes, format_seconds
 

@@ -10,6 +10,7 @@ from autopar.intra_op.node_choices import Lies
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
+from autopar.ir.storage import Storage
 from autopar.ir.update import ADAMW, Update
 
 
@@ -31,6 +32,7 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
+        stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
         late_loss: whether the loss is added up over devices later, outside of the program.
     """
 
@@ -45,6 +47,7 @@ class Assumptions:
     offload: Offload = NOTHING
     fused_update: bool = False
     overlapped: bool = False
+    stored: Mapping[str, Storage] = field(default_factory=dict)
     late_loss: bool = False
 
 

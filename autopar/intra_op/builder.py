@@ -40,6 +40,7 @@ from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.update import Rule
+from autopar.lower.parameter_keys import leaf_key
 from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
@@ -182,11 +183,12 @@ class Builder:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         rule = self.given.update.rule(node.target, node.type.shape)
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
+        lying, given = self.given.stored.get(leaf_key(node), lies), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision, rule
+            node.type, node.requires_grad, lying, given.bucket, given.precision, rule
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every)
+        pinned = len(left) < len(every) or lying is not lies
         alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]

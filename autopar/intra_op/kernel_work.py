@@ -24,9 +24,10 @@ from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import MIXTURE
+from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.stage_plan import StagePlan
 
 # Matrix products: indices of the multiplied operands.
@@ -234,15 +235,18 @@ def _chunked_loss(local: Local) -> NodeWork:
 
 
 def _mixture(local: Local, signature: Signature) -> NodeWork:
-    """Returns a mixture's three products for the rows of local experts, assuming equal load.
+    """Returns a mixture's products for the rows of local experts, assuming equal load.
 
     Besides the products, rows are sorted by expert and gathered, gates are multiplied, and the
     results are scaled and summed in the dtype of the weights; backwards likewise. Fused kernels
     scale and sum the rows as they read them, and write nothing in between.
     """
-    down, x, ids, weights = local.operands[2:]
+    named = by_name(local.node, local.operands)
+    down, x, ids, weights = (named[name] for name in ("down", "x", "ids", "weights"))
     experts, width, inner = down.shape
-    rows = ids.numel * experts // signature.sizes["e"]
+    over = math.prod(map(local.mesh.axis_size, dispatch_axes(local.node, local.into)))
+    busy = imbalance(local.node, local.whole(0), local.into[0], local.mesh)
+    rows = math.ceil(ids.numel * over * experts / signature.sizes["e"] * busy)
     each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
     wide, narrow = size * rows * width, size * rows * inner
     moved = down.nbytes + wide + narrow
@@ -254,13 +258,14 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
         return [make(gemm.flops, moved, gemm) for gemm in gemms]
 
     into, out = (each, inner, width), (each, width, inner)
-    forward = products(local.work, into, into, out)
+    firsts = 1 + ("gate" in named)
+    forward = products(local.work, *[into] * firsts, out)
     forward.append(local.work(2 * rows * inner, _SORT * ids.nbytes + 2 * wide + 3 * narrow))
     forward.append(local.work(2 * rows * width, wide + 3 * exact + local.written))
     backward: list[Work] = []
     if local.node.requires_grad:
-        backward += products(local.gradient, into, out, out)
-        own = ((inner, width, each), (inner, width, each), (width, inner, each))
+        backward += products(local.gradient, into, *[out] * firsts)
+        own = (*[(inner, width, each)] * firsts, (width, inner, each))
         wanted = [gemm for gemm, needs in zip(own, local.wanted, strict=False) if needs]
         backward += products(local.gradient, *wanted)
         read = local.results[0].nbytes if not kernels else wide  # one row of the result for each

@@ -19,6 +19,7 @@ class Local:
     """One node on the busiest device.
 
     Attributes:
+        into: layouts of its inputs.
         operands, results: local types of its inputs and results; `read` and `written` are their
             bytes.
         wanted: whether each operand needs a gradient.
@@ -40,6 +41,7 @@ class Local:
             return TensorType(tensor.dtype, layout.local_shape(tensor.shape, mesh))
 
         self.graph, self.node, self.signature = graph, node, signature
+        self.into, self.mesh = tuple(operands), mesh
         types = operand_types(graph, node)
         self.operands = tuple(map(part, operands, types))
         self.results = tuple(map(part, results, node.types))
@@ -59,6 +61,10 @@ class Local:
         parts = dict(zip(node.inputs, self.operands, strict=True))
         parts[node.name] = self.results[0]
         self.saved = sum(parts[name].nbytes for name in node.saved if name in parts)
+
+    def whole(self, place: int) -> TensorType:
+        """Returns the whole type of an operand."""
+        return self.graph[self.node.inputs[place]].type
 
     def work(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
         """Returns a forward kernel."""

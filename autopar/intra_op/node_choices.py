@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.errors import AnnotationError
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import form_strategies, strategies
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import OVER, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
@@ -55,6 +55,15 @@ def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
     operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
     results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
     return (Option("whole", operands, results, 1.0),)
+
+
+def input_layout(node: Node) -> Layout:
+    """Returns the layout in which an input is passed: whole, or split over the axes it names."""
+    dims = len(node.type.shape)
+    over = node.keyword(OVER)
+    if not isinstance(over, str):
+        return Layout.replicated(dims)
+    return Layout((tuple(over.split(", ")), *[()] * (dims - 1)))
 
 
 Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
@@ -195,6 +204,9 @@ def node_options(
     rule = table.get(node.op)
     if node.op == "received":
         return received_options(node, mesh), None
+    if node.op == "input" and node.keyword(OVER):
+        layout = input_layout(node)
+        return (Option(layout.format(node.type.shape), (), (layout,), 1.0),), None
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)

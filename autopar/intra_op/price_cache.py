@@ -19,6 +19,7 @@ from autopar.intra_op.node_choices import (
     node_options,
     operand_types,
     parameter_options,
+    stored_option,
 )
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
@@ -26,6 +27,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import Rule
 from autopar.operators.exchange import exchanged
@@ -51,7 +53,9 @@ class Prices:
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
-        self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision, Rule], Stored] = {}
+        self._stored: dict[
+            tuple[TensorType, bool, Lies | Storage | None, int, Precision, Rule], Stored
+        ] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
@@ -64,19 +68,30 @@ class Prices:
         self,
         tensor: TensorType,
         trained: bool,
-        lies: Lies | None,
+        lies: Lies | Storage | None,
         bucket: int,
         precision: Precision,
         rule: Rule,
     ) -> Stored:
-        """Returns every choice of a parameter, with its traffic and memory; see `stored.py`.
+        """Returns every choice of a parameter, with its traffic and memory.
+
+        Args:
+            tensor: its type.
+            trained: whether it has a gradient.
+            lies: its possible storages, or the only one.
+            bucket: bytes of gradients or parameters that are sent together.
+            precision: dtypes in which it is updated and its gradient sent.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
         key = (tensor, trained, lies, bucket, precision, rule)
         if key not in self._stored:
-            options = parameter_options(tensor, self.mesh, trained, lies)
+            options = (
+                (stored_option(lies, tensor),)
+                if isinstance(lies, Storage)
+                else parameter_options(tensor, self.mesh, trained, lies)
+            )
             self._stored[key] = (
                 options,
                 tuple(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import RuleError
@@ -52,6 +52,8 @@ class OpRule:
             the number of elements of the first result, and is the default.
         linear: groups of tensor operands, by position, in which the results are jointly linear;
             True means all together, False none. May be a function of the node.
+        together: two factors, "e ...", that one axis may split at once: no operand has both, every
+            operand and result has one, and the operator sends what belongs elsewhere.
         examples: argument lists in the graph's notation, with a type in the place of each tensor:
             "f64[4, 6], (2, 12)". "f64[4]>0" asks for positive values, "i64[4]<8" for values from 0
             up to 8. The rule is proved on them.
@@ -62,6 +64,7 @@ class OpRule:
     flops: Spec = ""
     linear: Linear = False
     examples: tuple[str, ...] = ()
+    together: str = ""
 
 
 def rule(
@@ -71,13 +74,14 @@ def rule(
     flops: Spec = "",
     linear: Linear = False,
     examples: Sequence[str] = (),
+    together: str = "",
 ) -> OpRule:
     """Returns one rule; `op` is written as in a graph, "aten.linear", or "aten::linear".
 
     For a torch.autograd.Function it is the class.
     """
     op = op if isinstance(op, str) else f"{FUNCTION}{op.__module__}:{op.__qualname__}"
-    return OpRule(graph_name(op), spec, flops, linear, tuple(examples))
+    return OpRule(graph_name(op), spec, flops, linear, tuple(examples), together)
 
 
 def graph_name(op: str) -> str:
@@ -138,6 +142,7 @@ class Signature:
         varying: whether partial gradients may pass through the operator.
         merged: factors that share a dimension with others; they split evenly or not at all.
         exchanged: factors marked "~", with the fewest elements that a part of each may have.
+        together: pairs of factors that one axis may split at once.
         tied: factors that are split with another, and that other.
     """
 
@@ -151,6 +156,7 @@ class Signature:
     varying: bool = False
     merged: frozenset[str] = frozenset()
     exchanged: Mapping[str, int] = field(default_factory=dict)
+    together: tuple[tuple[str, str], ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -213,8 +219,18 @@ def resolve(
         bool(groups) and node.requires_grad,
         frozenset(merged),
         exchanged,
+        tuple(_together(rule.together, sizes)),
         tied,
     )
+
+
+def _together(text: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of factors, one for each leading dimension behind "..."."""
+    one, _, other = text.partition(" ")
+    for name in sizes:
+        alike = name == other or (other == "..." and name.startswith("..."))
+        if alike and sizes.get(one, 1) > 1 and sizes[name] > 1:
+            yield one, name
 
 
 def _groups(

@@ -122,19 +122,14 @@ class StateChoice:
         """Returns the choice for a precision that sends parameters or gradients in another dtype.
 
         Raises:
-            PrecisionError: they are to be sent as int8 blocks, but are not sent at all.
+            PrecisionError: weights are to be sent as int8 blocks, but are not sent at all.
         """
-        sharding = self.sharding
-        for what, level, way in (
-            ("weights", sharding.params, "gathers no parameters for the forward"),
-            ("gradients", sharding.optimizer, "scatters no gradients: an all_reduce sums them"),
-        ):
-            if getattr(precision, what) and level == "N":
-                raise PrecisionError(
-                    f"{what} cannot be sent as int8 blocks under the state sharding {self}",
-                    why=f"it {way}",
-                    todo=f'leave out "{what}=int8", or pass state="zero++" or "zero3"',
-                )
+        if precision.weights and self.sharding.params == "N":
+            raise PrecisionError(
+                f"weights cannot be sent as int8 blocks under the state sharding {self}",
+                why="it gathers no parameters for the forward",
+                todo='leave out "weights=int8", or pass state="zero++" or "zero3"',
+            )
         return replace(self, hops=bool(precision.gradients))
 
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:

@@ -97,6 +97,7 @@ class StoredTraffic:
         apart: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
+        residual: bytes that compressed reductions keep from step to step.
     """
 
     tensor: TensorType
@@ -108,6 +109,7 @@ class StoredTraffic:
     apart: tuple[bool, bool]
     reducing: float
     at_end: bool
+    residual: float = 0.0
 
     def cost(
         self,
@@ -144,7 +146,7 @@ class StoredTraffic:
         state = self.states + master if self.trained else 0.0
         host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
         nbytes: dict[Role, float] = {
-            "leaf": self.nbytes["held"] + state - host,
+            "leaf": self.nbytes["held"] + state - host + self.residual,
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,
@@ -210,7 +212,10 @@ def stored_traffic(
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
     part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
     states = rule.local_nbytes(own, part, mesh.size) if trained else 0.0
-    return StoredTraffic(tensor, own, trained, seconds, nbytes, states, apart, max(levels), at_end)
+    residual = float(sum(hop.residual for hop in hops))
+    return StoredTraffic(
+        tensor, own, trained, seconds, nbytes, states, apart, max(levels), at_end, residual
+    )
 
 
 def bucket_of(graph: Graph) -> int:

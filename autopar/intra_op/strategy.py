@@ -3,7 +3,8 @@
 A strategy gives each mesh axis one part: a factor of the rule to split; nothing (every device along
 the axis computes the same); or, for linear operators, to pass through a partial sum (`+`, or `+1`
 for the second of several linear groups of operands) or a partial gradient (`-`). Several axes may
-split one factor; they stack in mesh order, outermost first.
+split one factor; they stack in mesh order, outermost first. Where a rule allows it, one axis splits
+two factors together (`e&...0`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.form import Form, Part
 from autopar.operators.forms import forms_of
 
-NOTHING, PARTIAL, VARYING = "", "+", "-"
+NOTHING, PARTIAL, VARYING, TOGETHER = "", "+", "-", "&"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Strategy:
     """One way to run an operator.
 
     Attributes:
-        parts: for each mesh axis its factor, or NOTHING, PARTIAL or VARYING.
+        parts: for each mesh axis its factor, two of them with TOGETHER in between, or NOTHING,
+            PARTIAL or VARYING.
         operands, results: the layouts it needs and gives.
         form: name of the implementation, "" for the operator as it is (see `operators/form.py`).
     """
@@ -43,17 +45,22 @@ class Strategy:
         return f"{split} by {self.form}" if self.form else split
 
     def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
-        """Returns the share of the operator's FLOPs that the busiest device runs."""
+        """Returns the share of the operator's FLOPs that the busiest device runs.
+
+        Along an axis that splits two factors, each device computes its part of the second.
+        """
         largest = dict(sizes)
         for axis, part in self.parts:
-            if part in sizes:
-                largest[part] = -(-largest[part] // mesh.axis_size(axis))
+            factor = part.rpartition(TOGETHER)[2]
+            if factor in sizes:
+                largest[factor] = -(-largest[factor] // mesh.axis_size(axis))
         return math.prod(largest[factor] / sizes[factor] for factor in sizes)
 
 
 def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
     """Returns all legal strategies of one operator on a mesh; running it whole is always first."""
     choices = [NOTHING, *signature.splittable]
+    choices += [TOGETHER.join(pair) for pair in signature.together]
     choices += [f"{PARTIAL}{i or ''}" for i in range(len(signature.linear))]
     choices += [VARYING] if signature.varying else []
     axes = [axis for axis in mesh.axes if axis.size > 1]
@@ -96,7 +103,8 @@ def _assignments(
     for parts in itertools.product(choices, repeat=len(axes)):
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):
-            ways[part] = ways.get(part, 1) * axis.size
+            for factor in part.split(TOGETHER):
+                ways[factor] = ways.get(factor, 1) * axis.size
         if all(_splits(signature, part, count) for part, count in ways.items()):
             yield tuple((axis.name, part) for axis, part in zip(axes, parts, strict=True))
 
@@ -134,7 +142,8 @@ def _layout(
     for axis, part in parts:
         if part == NOTHING:
             continue
-        where = [i for i, dim in enumerate(dims) if _leads(part, dim, signature)]
+        factors = part.split(TOGETHER)
+        where = [i for i, dim in enumerate(dims) if any(_leads(f, dim, signature) for f in factors)]
         if where:
             split[where[0]] = (*split[where[0]], axis)
         elif operand is None and part in signature.exchanged:

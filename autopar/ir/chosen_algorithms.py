@@ -22,6 +22,7 @@ from autopar.errors import CollectiveError
 from autopar.ir.collective import Collective, Step
 from autopar.ir.mesh import Mesh
 
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 LIBRARY = "library"
 _ALGORITHM = re.compile(r"(\w{1,64})(?:/(\d{1,4}))?(?: over (\d{1,8}(?:x\d{1,8})*))?")
 _ROW = re.compile(r"(\w{1,64}) over ([\w, ]{1,1000}) from (\d{1,18}): (.{1,200})")
@@ -98,6 +99,16 @@ class ChosenRow:
         if match[4] != LIBRARY:
             Algorithm.parse(match[4])
         axes = tuple(name.strip() for name in match[2].split(","))
+        faults = {
+            f"there is no collective {match[1]!r}": match[1] not in KINDS,
+            "it names an axis twice, or an empty one": len({*axes, ""}) <= len(axes),
+        }
+        for fault in (fault for fault, there in faults.items() if there):
+            raise CollectiveError(
+                f"cannot read {text[:80]!r}",
+                why=f"{fault}; collectives are {', '.join(KINDS)}",
+                todo='write e.g. "all_reduce over node, gpu from 65536: 2d_torus"',
+            )
         return cls(match[1], axes, int(match[3]), match[4])
 
 
@@ -106,6 +117,17 @@ class ChosenAlgorithms:
     """Which calls have an algorithm of their own; none, if there are no rows."""
 
     rows: tuple[ChosenRow, ...] = ()
+
+    def __post_init__(self) -> None:
+        known: dict[tuple[str, frozenset[str], int], ChosenRow] = {}
+        for row in self.rows:
+            other = known.setdefault((row.kind, frozenset(row.axes), row.least), row)
+            if other != row:
+                raise CollectiveError(
+                    f"the rows {str(other)!r} and {str(row)!r} begin at the same size",
+                    why="one call cannot be run by two algorithms",
+                    todo="leave out one of them, or let it begin at another size",
+                )
 
     @classmethod
     def parse(cls, rows: Sequence[str]) -> ChosenAlgorithms:

@@ -39,8 +39,7 @@ from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
-# Steps that concatenate parts, whose lengths may differ.
-GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")
+GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")  # join parts of unequal lengths
 SUMS = ("all_reduce", "reduce_scatter")
 _Dims = tuple[tuple[str, ...], ...]
 
@@ -53,8 +52,9 @@ class Collective:
         kind: name of the collective.
         axes: mesh axes of the group.
         nbytes: bytes per device before the call: the shard of an all_gather, else the whole tensor.
-        quantised: bytes moved by kernels that convert the payload to int8 blocks and back, or 0.
+        quantised: bytes moved by kernels that compress the payload and restore it, or 0.
         algorithm: the algorithm that runs it, "2d_torus"; "" is the library's own.
+        compression: the method that compresses the payload, e.g. "int8".
     """
 
     kind: str
@@ -62,12 +62,13 @@ class Collective:
     nbytes: int
     quantised: int = 0
     algorithm: str = ""
+    compression: str = ""
 
     @property
     def title(self) -> str:
         """Display name: "all_gather", "int8 all_gather", "all_gather by ho_ring"."""
-        int8, by = "int8 " * bool(self.quantised), f" by {self.algorithm}" * bool(self.algorithm)
-        return f"{int8}{self.kind}{by}"
+        words = self.compression, self.kind, self.algorithm and f"by {self.algorithm}"
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -391,8 +392,7 @@ def _gathers(
             if other != dim and extent >= size:
                 dst = replace(layout, dims=_put(dims, other, (*dims[other], axis)))
                 call = Collective("all_to_all", (axis,), nbytes)
-                way_back = Collective("all_to_all", (axis,), dst.local_bytes(tensor, mesh))
-                back = way_back if grad else None
+                back = replace(call, nbytes=dst.local_bytes(tensor, mesh)) if grad else None
                 yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)
 
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from autopar.errors import GraphError
 from autopar.ir.tensor import TensorType
 
+OVER = "over"  # keyword of an input of which every rank holds its part: the axes that split it
 LEAVES = ("input", "param", "buffer", "received")
 WRITE = "autopar.write"
 PREFIX = "kernels."  # of operators in `autopar.operators.kernels`

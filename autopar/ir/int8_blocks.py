@@ -1,10 +1,8 @@
 """Collectives of int8 blocks, as in ZeRO++ (Wang et al., arXiv:2306.10209, sections 3.1 and 3.3).
 
 A block is `BLOCK` consecutive numbers of one tensor as int8, with their common float32 scale; the
-last block is padded with zeros. An all_gather sends blocks in place of numbers (qwZ). A
-reduce_scatter becomes an all_to_all of blocks, which the receiver converts to float32 and sums
-(qgZ), so that nothing is rounded twice. Parts that are too small to gain by blocks are sent
-unchanged.
+last block is padded with zeros. An all_gather sends blocks in place of numbers (qwZ); gradients are
+sent so by `compression/int8.py` (qgZ). Parts too small to gain by blocks are sent unchanged.
 """
 
 from __future__ import annotations
@@ -25,26 +23,22 @@ def blocks(elements: int) -> int:
 
 
 def in_blocks(call: Collective, elements: int, element: int, parts: int) -> Collective:
-    """Returns a collective with its payload as int8 blocks, or unchanged if that is fewer bytes.
+    """Returns an all_gather with its payload as int8 blocks, or unchanged if that is fewer bytes.
 
     Args:
-        call: an all_gather or a reduce_scatter.
-        elements: numbers in one part, which a device contributes to an all_gather or receives from
-            a reduce_scatter.
+        call: the all_gather.
+        elements: numbers in the part that a device contributes.
         element: bytes of a number.
         parts: number of parts.
     """
     plain, sent = elements * element, blocks(elements) * BLOCK_BYTES
     if sent >= plain:
         return call
-    if call.kind == "all_gather":
-        return replace(call, nbytes=sent, quantised=(1 + parts) * (plain + sent))
-    moved = (parts + 1) * plain + 2 * parts * sent
-    return Collective("all_to_all", call.axes, parts * sent, moved)
+    return replace(call, nbytes=sent, quantised=(1 + parts) * (plain + sent), compression="int8")
 
 
 def staged(call: Collective, mesh: Mesh) -> int:
-    """Returns the bytes of blocks, packed and unpacked, on the side with more of them."""
+    """Returns the bytes of messages, packed and unpacked, on the side with more of them."""
     if not call.quantised:
         return 0
     gathered = call.axes if call.kind == "all_gather" else ()

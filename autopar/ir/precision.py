@@ -6,9 +6,9 @@ Precision Training", arXiv:1710.03740, section 3.1; ZeRO, arXiv:1910.02054, sect
 parameter, 2 per gradient, 12 for the master and Adam's moments). Gradients accumulate over
 microbatches in the master's dtype, and are sent in that of `communication`.
 
-On request parameters and gradients are sent as int8 blocks (ZeRO++, arXiv:2306.10209; see
-`int8_blocks.py`). This rounds to 8 bits the parameters that operators use, or every device's
-gradients before they are summed, so that training differs from that on one device.
+On request parameters are gathered as int8 blocks (ZeRO++, arXiv:2306.10209; see
+`int8_blocks.py`), and gradients are compressed by one of the methods of `compression/`. Training
+then differs from that on one device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.errors import PrecisionError
+from autopar.ir.compression import Method, method_of
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 
 _FLOATS = {
@@ -37,12 +38,11 @@ class Precision:
         sums: dtype of sums over devices of activations and their gradients in layout changes; ""
             keeps their own.
         weights: "int8" if parameters are gathered as int8 blocks for forward and backward.
-        gradients: "int8" if sharded gradients are sent as int8 blocks; gradients that stay whole
-            are all_reduced in `communication`.
+        gradients: the method that compresses gradients, "int8" or "top-k 1 %"; "" for none.
 
     Raises:
         PrecisionError: a name that is not a floating dtype, a master or sums narrower than
-            `compute`, or blocks of anything but int8.
+            `compute`, an unknown method, or one that feeds errors back beside a scaled loss.
     """
 
     compute: str = ""
@@ -64,13 +64,20 @@ class Precision:
             object.__setattr__(self, name, _FLOATS.get(given, ""))
         if self.compute == self.master == self.communication == "f32":
             object.__setattr__(self, "compute", "")
-        for name, given in self._quantised:
-            if given not in ("", "int8"):
-                raise PrecisionError(
-                    f"{name} cannot be sent as {given!r}",
-                    why="int8 is the only dtype of blocks",
-                    todo=f'write "{name}=int8", or leave it out',
-                )
+        if self.weights not in ("", "int8"):
+            raise PrecisionError(
+                f"weights cannot be sent as {self.weights!r}",
+                why="int8 is the only dtype of blocks",
+                todo='write "weights=int8", or leave it out',
+            )
+        method = self.compression
+        object.__setattr__(self, "gradients", "" if method is None else str(method))
+        if method is not None and method.feedback and self.scaled:
+            raise PrecisionError(
+                f"gradients cannot be sent as {method} in fp16",
+                why="what is left out is added to later gradients, whose scale is another one",
+                todo='pass precision="bf16", or gradients="int8", which leaves nothing out',
+            )
         if not self.compute or self.sums == self.compute:
             object.__setattr__(self, "sums", "")
         if self.sums and DTYPE_BYTES[self.sums] < DTYPE_BYTES[self.compute]:
@@ -99,7 +106,9 @@ class Precision:
             return cls()
         words = str(given).split()
         compute = "" if "=" in words[0] else words.pop(0)
-        pairs = [word.partition("=") for word in words]
+        starts = [at for at, word in enumerate(words) if not at or "=" in word]
+        spans = zip(starts, [*starts[1:], len(words)], strict=False)
+        pairs = [" ".join(words[start:end]).partition("=") for start, end in spans]
         known = {"weights", "gradients"} | (
             {"master", "communication", "sums"} if compute else set()
         )
@@ -107,7 +116,7 @@ class Precision:
             raise PrecisionError(
                 f"cannot read the precision {given!r}",
                 todo='write "bf16", "fp16", "fp32" or such as "bf16 communication=bf16 sums=f32 '
-                'weights=int8 gradients=int8"',
+                'weights=int8 gradients=top-k 1 %"',
             )
         return cls(compute, **{name: value for name, _, value in pairs})
 
@@ -122,16 +131,20 @@ class Precision:
         return ("weights", self.weights), ("gradients", self.gradients)
 
     @property
-    def rounded(self) -> str:
-        """Names what is sent as int8 blocks, "weights and gradients"; "" for nothing."""
-        return " and ".join(name for name, given in self._quantised if given)
+    def compression(self) -> Method | None:
+        """The method that compresses gradients."""
+        return method_of(self.gradients) if self.gradients else None
 
     @property
     def caution(self) -> str:
         """Warns of effects on results beyond rounding in the named dtypes; "" if there are none."""
-        if not self.rounded:
-            return ""
-        return f"Numerics change: {self.rounded} go as int8 blocks where that is fewer bytes."
+        rounded = [name for name, given in self._quantised if given == "int8"]
+        told = [f"{' and '.join(rounded)} go as int8 blocks"] if rounded else []
+        if self.compression is not None and self.compression.feedback:
+            told.append(
+                f"gradients go as {self.gradients}, and what that leaves out with the next ones,"
+            )
+        return f"Numerics change: {'; '.join(told)} where that is fewer bytes." if told else ""
 
     @property
     def _others(self) -> tuple[tuple[str, str], ...]:

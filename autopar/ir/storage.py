@@ -16,9 +16,9 @@ an axis against mesh order begins a new call, so that `768@gpu@node` is gathered
 and then inside them, and scattered in the opposite order.
 
 `hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run.
-`Collective.quantised` marks those that a precision sends as int8 blocks: gathers of `held`, so that
-forward and backward use the same values, and reduce_scatters of gradients. Nothing is rounded after
-the update, since the parameters of later steps would inherit the error.
+`Collective.compression` marks those that a precision compresses: gathers of `held` as int8 blocks,
+so that forward and backward use the same values, and the reductions of gradients. Nothing is
+rounded after the update, since the parameters of later steps would inherit the error.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import TypeVar
 
 from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
+from autopar.ir.compression import Factors, Method
+from autopar.ir.compression._method import matrix
 from autopar.ir.int8_blocks import in_blocks
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
@@ -53,6 +55,8 @@ class Hop:
         dim: the dimension that is gathered or scattered, None for an all_reduce.
         times: number of runs in a step.
         whole: bytes of the parameter on the larger side.
+        further: how many hops behind it belong to the same compressed reduction.
+        residual: bytes that a compressed reduction keeps on this device for the next one.
     """
 
     when: str
@@ -62,6 +66,8 @@ class Hop:
     dim: int | None
     times: int
     whole: int
+    further: int = 0
+    residual: int = 0
 
     def seconds(self, price: Callable[[Collective], float], bucket: int) -> float:
         """Returns the seconds of one call: its part of a call for `bucket` bytes of parameters."""
@@ -78,9 +84,9 @@ class Hop:
         return replace(self.call, nbytes=nbytes, quantised=quantised)
 
     @property
-    def way(self) -> tuple[str, tuple[str, ...], bool]:
+    def way(self) -> tuple[str, tuple[str, ...], str]:
         """Key that is equal for hops that can share a call."""
-        return self.call.kind, self.call.axes, bool(self.call.quantised)
+        return self.call.kind, self.call.axes, self.call.compression
 
 
 def rows(
@@ -109,7 +115,7 @@ def rows(
 def scattered(hops: Sequence[Hop]) -> bool:
     """Returns whether a parameter's hops leave its gradient as a part from a reduce_scatter."""
     last = [hop.call for hop in hops if hop.when in ("accumulate", "reduce")][-1:]
-    return any(call.kind == "reduce_scatter" and not call.quantised for call in last)
+    return any(call.kind == "reduce_scatter" for call in last)
 
 
 @dataclass(frozen=True)
@@ -226,25 +232,21 @@ class Storage:
     ) -> Iterator[Hop]:
         sent = precision.sent(tensor, trained)
 
-        def blocks(call: Collective, part: Layout, kind: TensorType) -> Collective:
-            parts = math.prod(mesh.axis_size(axis) for axis in call.axes)
-            element = DTYPE_BYTES[kind.dtype]
-            return in_blocks(call, part.local_bytes(kind, mesh) // element, element, parts)
-
         def gathers(when: str, fine: Layout, coarse: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in _path(fine, coarse, mesh):
                 call = Collective("all_gather", axes, src.local_bytes(tensor, mesh))
                 if precision.weights and when != "update" and fine.dims == self.held.dims:
-                    call = blocks(call, src, tensor)
+                    parts = math.prod(mesh.axis_size(axis) for axis in axes)
+                    element = DTYPE_BYTES[tensor.dtype]
+                    call = in_blocks(call, call.nbytes // element, element, parts)
                 yield Hop(when, call, src, dst, dim, times, dst.local_bytes(tensor, mesh))
 
         def scatters(when: str, coarse: Layout, fine: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in reversed(list(_path(fine, coarse, mesh))):
                 nbytes = dst.local_bytes(sent, mesh)
                 call = Collective("reduce_scatter", axes, nbytes)
-                if precision.gradients:
-                    call = blocks(call, src, sent)
-                yield Hop(when, call, dst, src, dim, times, nbytes)
+                exact = Hop(when, call, dst, src, dim, times, nbytes)
+                yield from compressed(exact, precision.compression, sent, mesh)
 
         yield from gathers("forward", self.held, self.used, microbatches)
         yield from gathers("backward", self.kept, self.used, microbatches)
@@ -257,8 +259,57 @@ class Storage:
         if any(mesh.axis_size(axis) > 1 for axis in owed):
             nbytes = self.updated.local_bytes(sent, mesh)
             call = Collective("all_reduce", owed, nbytes)
-            yield Hop("reduce", call, self.updated, self.updated, None, 1, nbytes)
+            exact = Hop("reduce", call, self.updated, self.updated, None, 1, nbytes)
+            yield from compressed(exact, precision.compression, sent, mesh)
         yield from gathers("update", self.updated, self.held, 1)
+
+
+def compressed(hop: Hop, method: Method | None, sent: TensorType, mesh: Mesh) -> tuple[Hop, ...]:
+    """Returns the hops that replace the reduction of a gradient, or itself if they send no less.
+
+    Args:
+        hop: a reduce_scatter or an all_reduce.
+        method: how gradients are compressed, None for not at all.
+        sent: the parameter's type, in the dtype in which its gradient is sent.
+        mesh: the devices.
+    """
+    if method is None:
+        return (hop,)
+    shape, element = hop.src.local_shape(sent.shape, mesh), DTYPE_BYTES[sent.dtype]
+    parts = math.prod(mesh.axis_size(axis) for axis in hop.call.axes)
+    exact, wide = (2 if hop.dim is None else 1) * hop.whole, max(element, 4)
+    residual = wide * math.prod(shape) if method.feedback else 0
+    if isinstance(method, Factors):
+        rows, columns = matrix(shape)
+        calls = [("all_reduce", size * element) for size in method.sizes(rows, columns)]
+        received = 2 * sum(size for _, size in calls)
+        residual += calls[-1][1] // element * wide
+    elif hop.dim is not None:
+        part = hop.dst.local_bytes(sent, mesh) // element
+        calls = [("all_to_all", parts * method.nbytes(part, element))]
+        received = calls[0][1]
+    else:
+        n = math.prod(shape)
+        calls = [("all_gather", method.nbytes(n, element))]
+        received = parts * calls[0][1]
+        if received > exact:
+            message = method.nbytes(-(-n // parts), element)
+            calls = [("all_to_all", parts * message), ("all_gather", message)]
+            received = 2 * parts * message
+    if received >= exact:
+        return (hop,)
+    # Kernels read the gradient and the residual, write both, and pass over what is received.
+    moved = 4 * hop.whole + 2 * residual + 2 * received
+    return tuple(
+        replace(
+            hop,
+            call=Collective(kind, hop.call.axes, nbytes, moved // len(calls), "", str(method)),
+            dst=hop.src if at < len(calls) - 1 else hop.dst,
+            further=len(calls) - 1 - at,
+            residual=0 if at else residual,
+        )
+        for at, (kind, nbytes) in enumerate(calls)
+    )
 
 
 def _added(fine: Layout, coarse: Layout) -> Iterator[tuple[int, tuple[str, ...]]]:

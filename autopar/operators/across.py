@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ir.mesh import Mesh
+from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
-from autopar.operators.mixture import mixture
+from autopar.operators.mixture import Biases, Experts, mixture
 from autopar.operators.peer_devices import (
     Axes,
     Peers,
@@ -34,11 +36,16 @@ from autopar.operators.peer_devices import (
 
 __all__ = ["CHUNK", "Across", "Axes"]
 
+Stages = tuple[tuple[str, ...], ...]
 CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
 
 class Across(ABC):
     """The operators, as methods of an object that knows the devices along an axis."""
+
+    mesh: Mesh
+    coordinate: dict[str, int]
+    seen: list[Tensor] | None = None  # a list collects how often each mixture's experts are chosen
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
@@ -220,21 +227,40 @@ class Across(ABC):
 
     def mixture(
         self,
-        gate: Tensor,
+        gate: Tensor | None,
         up: Tensor,
         down: Tensor,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
         act: str,
-        *,
+        *biases: Tensor | None,
         kernels: bool = False,
         axis: Axes = (),
         size: int = 0,
+        over: Axes | tuple[Axes, ...] = (),
     ) -> Tensor:
-        """Computes a mixture of experts, or this device's part of the experts; see `mixture.py`."""
+        """Computes a mixture of experts, or this device's part of the experts; see `mixture.py`.
+
+        Along the axes `over` tokens are split, too, and their rows travel to the experts: in one
+        hop, or in one for each inner tuple of axes; see `dispatch.py`.
+        """
+        if self.seen is not None:
+            self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
+        experts = Experts(gate, up, down, act, _three(*biases))
         first = self.group(axis).own(size)[0] if axis else 0
-        return mixture(gate, up, down, x, ids, weights, act, first, size, kernels)
+        if not over:
+            return mixture(experts, x, ids, weights, first, size, kernels)
+        hops = self.hops(_axes(axis), _stages(over), size)
+        return dispatched(experts, x, ids, weights, hops, first, kernels)
+
+    def hops(self, axes: tuple[str, ...], stages: Stages, size: int) -> list[Hop]:
+        """Returns the hops of rows to `size` experts that `axes` split, one for each stage."""
+        moved = {axis for stage in stages for axis in stage}
+        own = tuple((a, self.coordinate[a]) for a in axes if a not in moved)
+        return [
+            Hop(self.group(stage), takers(self.mesh, axes, stage, own, size)) for stage in stages
+        ]
 
     def halo(
         self, x: Tensor, dim: int, before: int, after: int, fill: float = 0.0, *, axis: Axes
@@ -247,6 +273,23 @@ class Across(ABC):
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
         return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
+
+
+def _three(
+    gate: Tensor | None = None, up: Tensor | None = None, down: Tensor | None = None
+) -> Biases:
+    return gate, up, down
+
+
+def _axes(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _stages(over: Axes | tuple[Axes, ...]) -> Stages:
+    """Returns the axes of each hop: ("node", "gpu") is one, (("gpu",), ("node",)) are two."""
+    if isinstance(over, str) or all(isinstance(axis, str) for axis in over):
+        return (_axes(over),)  # type: ignore[arg-type]
+    return tuple(map(_axes, over))
 
 
 def _local(peers: Peers, index: Tensor, size: int) -> tuple[Tensor, Tensor, int]:

@@ -18,9 +18,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import LOAD, imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import MIXTURE
+from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -78,6 +79,8 @@ def across(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple
     if look.sized:
         (dim,) = look.dims(node, types)
         more += (("size", types[look.operand].shape[dim]),)
+    if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
+        more += (("over", _one(over)),)
     return (replace(node, op=f"mesh.{look.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
@@ -97,6 +100,8 @@ def exchanged(
     axes = _axes(look, node, types, operands) if look is not None else ()
     if look is None or not axes:
         return (), ()
+    if node.op == MIXTURE:
+        return _dispatch(node, types, operands, mesh)
     if look.method == "linear_cross_entropy":
         return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
     looked = look.dims(node, types)
@@ -117,6 +122,26 @@ def exchanged(
         most, sums = calls[0]
         calls[0] = (most, replace(sums, nbytes=sums.nbytes // 2 * 3))
     return calls[0], calls[1] if node.requires_grad else ()
+
+
+def _dispatch(
+    node: Node, types: Types, operands: Layouts, mesh: Mesh
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Returns the all_to_all of rows to their experts and back, and that of their numbers.
+
+    Every device has as many tokens as the others; the busiest receives most of their rows.
+    """
+    over = dispatch_axes(node, operands)
+    if not over:
+        return (), ()
+    kinds, layouts = by_name(node, types), by_name(node, operands)
+    rows = TensorType(kinds["x"].dtype, (kinds["ids"].numel, kinds["x"].shape[-1]))
+    tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
+    local = Layout((tokens, ())).local_bytes(rows, mesh)
+    counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
+    busiest = math.ceil(local * imbalance(node, kinds["up"], layouts["up"], mesh))
+    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (busiest, counts))
+    return (known, there, there), (there, there) if node.requires_grad else ()
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:
@@ -205,6 +230,10 @@ def _as_is(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     return node.args, node.kwargs
 
 
+def _mixture(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    return node.args, tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+
+
 def _embedding(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     padding = argument(node, 2, "padding_idx", -1)
     return (*node.args[:2], *((padding,) if padding != -1 else ())), ()
@@ -232,7 +261,7 @@ _LOOKS = {
     "aten.embedding": _Look("embedding", lambda node, types: (0,), _embedding, True),
     "aten.gather": _Look("gather", _dim(1), _gather, True),
     "aten.index_select": _Look("index_select", _dim(1), _as_is, True),
-    MIXTURE: _Look("mixture", lambda node, types: (0,), _as_is, True),
+    MIXTURE: _Look("mixture", lambda node, types: (0,), _mixture, True),
     "aten.nll_loss": _Look("nll_loss", _classes, _loss, True),
     "aten.nll_loss_nd": _Look("nll_loss", _classes, _loss, True),
     "aten.cross_entropy_loss": _Look(

@@ -19,7 +19,8 @@ from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.across import Across
 from autopar.operators.assume import ASSUME, assume
-from autopar.operators.mixture import MIXTURE, mixture
+from autopar.operators.expert_load import LOAD
+from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
 
 TORCH_DTYPES = {
@@ -237,7 +238,10 @@ def execute(
     if node.op == WRITE:
         return args[1].clone()
     if node.op == MIXTURE:
-        return mixture(*args, **kwargs)
+        gate, up, down, x, ids, weights, act, *biases = args
+        kwargs.pop(LOAD, None)
+        experts = Experts(gate, up, down, act, tuple(biases) or (None, None, None))
+        return mixture(experts, x, ids, weights, **kwargs)
     if (function := called(node)) is not None:
         name, first = function
         return find(name).apply(*args[first:])

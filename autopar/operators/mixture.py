@@ -1,10 +1,11 @@
 """A mixture of experts as one operator: tokens go through their experts and back.
 
-    y = mixture(gate, up, down, x, ids, weights, "silu")
+    %y = autopar.mixture(%gate, %up, %down, %x, %ids, %weights, "silu")
 
 computes, for every token t, sum over j of weights[t, j] * expert[ids[t, j]](x[t]), where an expert
 is down @ (act(gate @ x) * (up @ x)): Shazeer et al., "Outrageously Large Neural Networks"
 (arXiv:1701.06538, section 2), with the gated experts of Mixtral (arXiv:2401.04088, section 2.1).
+Experts may have no gates (None), biases (three more arguments) and other activations.
 Rows are sorted by expert, so that each expert multiplies its own (MegaBlocks, arXiv:2211.15841,
 section 4); no row is dropped and none is padded.
 
@@ -15,37 +16,70 @@ router's balancing loss encourages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.activation import activate
 
+# Arguments of the operator.
+_ARGUMENTS = (
+    "gate", "up", "down", "x", "ids", "weights", "act", "gate_bias", "up_bias", "down_bias",
+)  # fmt: skip
 MIXTURE, GROUPED = "autopar.mixture", "autopar.grouped_linear"
-# By the operator's argument.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
+_Value = TypeVar("_Value")
 _ALIGNMENT = 16  # bytes, required by torch's own grouped product
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Weights of some experts, and what they compute.
+
+    Attributes:
+        gate, up: [experts, inner, width]; `gate` is None for experts without gates.
+        down: [experts, width, inner].
+        act: what lies between them, see `activation.py`.
+        biases: of gate and up, [experts, inner], and down, [experts, width]; each may be None.
+    """
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    act: str
+    biases: Biases = (None, None, None)
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return self.up.shape[0]
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Returns [rows, width]: rows up to ends[0] through the first expert, and so on."""
+        gates = None if self.gate is None else self._product(rows, self.gate, 0, ends)
+        inner = activate(self.act, gates, self._product(rows, self.up, 1, ends))
+        return self._product(inner, self.down, 2, ends)
+
+    def _product(self, rows: Tensor, weight: Tensor, which: int, ends: Tensor) -> Tensor:
+        product, bias = _grouped(rows, weight, ends), self.biases[which]
+        if bias is None:
+            return product
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
+        return product + bias.repeat_interleave(counts, 0, output_size=rows.shape[0])
+
+
 def mixture(
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
+    experts: Experts,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    act: str,
     first: int = 0,
     size: int = 0,
     kernels: bool = False,
@@ -53,35 +87,45 @@ def mixture(
     """Returns the contribution of the experts first, first + 1, ... of `size` to every token.
 
     Args:
-        gate, up: weights of these experts, [experts, inner, width].
-        down: [experts, width, inner].
+        experts: the experts.
         x: tokens, [..., width].
         ids: the experts of every token, [..., k], from 0 up to `size`.
         weights: weights of every token's experts, [..., k].
-        act: one of `ACTIVATIONS`.
         first, size: the first local expert and the total number; by default all are local.
         kernels: whether kernels gather, weight and sum rows, in at least float32.
 
     Returns:
         A tensor like x, summed in the wider dtype of x and weights.
     """
-    experts = gate.shape[0]
+    count = experts.count
     chosen, places = ids.flatten().sort(stable=True)
-    ranges = torch.arange(first, first + experts + 1, device=ids.device)
+    ranges = torch.arange(first, first + count + 1, device=ids.device)
     bounds = torch.searchsorted(chosen, ranges)
-    if 0 < experts < size:  # rows of other experts come before and after
+    if 0 < count < size:  # rows of other experts come before and after
         start, end = bounds[:: bounds.shape[0] - 1].tolist()
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
-    tokens = places // ids.shape[-1]
+    rows, inverse = gathered(x, places, ids.shape[-1], kernels)
+    return added(experts(rows, ends), places, inverse, x, weights)
+
+
+def gathered(x: Tensor, places: Tensor, k: int, kernels: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the token of each place, [places, width], and what kernels need to add them up."""
     flat = x.flatten(0, -2)
-    inverse = _inverse(places, ids.numel()) if kernels else None
-    rows = flat[tokens] if inverse is None else _taken(flat, places, inverse)
-    inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-    given = _grouped(inner, down, ends)
+    if not kernels:
+        return flat[places // k], None
+    inverse = _inverse(places, flat.shape[0] * k)
+    return _taken(flat, places, inverse), inverse
+
+
+def added(
+    given: Tensor, places: Tensor, inverse: Tensor | None, x: Tensor, weights: Tensor
+) -> Tensor:
+    """Returns a tensor like x: each token's weighted sum of the results at `places`."""
     if inverse is not None:
         return _added(given, inverse, weights.flatten(0, -2)).view(x.shape)
     given = given * weights.flatten()[places].unsqueeze(-1)
+    tokens = places // weights.shape[-1]
     # Unlike index_add, this is deterministic on every device, and its backward saves indices only.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
@@ -109,6 +153,19 @@ def _inverse(places: Tensor, count: int) -> Tensor:
     return inverse
 
 
+def by_name(node: Node, values: Sequence[_Value]) -> dict[str, _Value]:
+    """Returns values of a mixture's operands by the names of these, of those that it has."""
+    given = [name for name, arg in zip(_ARGUMENTS, node.args, strict=False) if isinstance(arg, Ref)]
+    return dict(zip(given, values, strict=True))
+
+
+def dispatch_axes(node: Node, into: Sequence[Layout]) -> tuple[str, ...]:
+    """Returns the axes that split both the experts and the tokens of a mixture's operands."""
+    named = by_name(node, into)
+    tokens = {axis for dim in named["x"].dims for axis in dim}
+    return tuple(axis for axis in named["up"].dims[0] if axis in tokens)
+
+
 def rows_near(
     node: Node, types: Sequence[TensorType], into: Sequence[Layout]
 ) -> list[tuple[tuple[int, ...], Layout]]:
@@ -118,17 +175,18 @@ def rows_near(
     """
     if node.op != MIXTURE:
         return []
-    tokens, inner = into[3].dims[:-1], into[0].dims[1]
-    axes = dict.fromkeys(axis for dim in (*tokens, into[0].dims[0]) for axis in dim)
-    rows = types[4].numel
-    wide = ((rows, types[3].shape[-1]), Layout((tuple(axes), ())))
-    return [wide, ((rows, types[0].shape[1]), Layout((tuple(axes), inner)))]
+    layouts, kinds = by_name(node, into), by_name(node, types)
+    split, inner, _ = layouts["up"].dims
+    axes = dict.fromkeys(axis for dim in (*layouts["x"].dims[:-1], split) for axis in dim)
+    rows = kinds["ids"].numel
+    wide = ((rows, kinds["x"].shape[-1]), Layout((tuple(axes), ())))
+    return [wide, ((rows, kinds["up"].shape[1]), Layout((tuple(axes), inner)))]
 
 
 def with_kernels(graph: Graph) -> Graph:
     """Returns `graph` with mixtures that use kernels."""
     nodes = (
-        replace(node, kwargs=(("kernels", True),)) if node.op == MIXTURE else node
+        replace(node, kwargs=(*node.kwargs, ("kernels", True))) if node.op == MIXTURE else node
         for node in graph.nodes
     )
     return replace(graph, nodes=tuple(nodes))

@@ -71,6 +71,17 @@ class Peers(Protocol):
         """
         ...
 
+    def swap(self, x: Tensor) -> Tensor:
+        """Sends x[i] to device i; returns, in the same places, what each has sent."""
+        ...
+
+    def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
+        """Sends the first sends[0] rows of x to device 0, the next to device 1, and so on.
+
+        Returns the rows that arrive, takes[0] from device 0, and so on.
+        """
+        ...
+
 
 class Devices(Protocol):
     """The devices of a mesh, seen from one of them."""
@@ -129,6 +140,26 @@ def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
     """Returns x with elements of its neighbours before and after it, `fill` at the ends."""
     result: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
     return result
+
+
+def travelled(x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers) -> Tensor:
+    """Returns the rows that arrive, see `Peers.rows`; gradients of rows travel back."""
+    result: Tensor = _Travelled.apply(x, sends, takes, peers)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Travelled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers
+    ) -> Tensor:
+        ctx.sends, ctx.takes, ctx.peers = sends, takes, peers
+        return peers.rows(x, sends, takes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.peers.rows(gradients[0], ctx.takes, ctx.sends), None, None, None
 
 
 class _Total(torch.autograd.Function):

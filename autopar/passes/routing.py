@@ -3,7 +3,7 @@
 Sorting by expert moves a token's rows anywhere, so that no dimension between the sort and its
 inverse can be split. The mixture as a whole can be, see mixture.py. The pass matches transformers'
 `grouped_mm_experts_forward`, up to casts: in bfloat16 with torch's grouped product, in other dtypes
-with that of transformers.
+with that of transformers. `expert_body.py` reads what an expert itself computes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, rewrite
 from autopar.ir.tensor import TensorType
 from autopar.operators.mixture import GROUPED, MIXTURE
+from autopar.passes.expert_body import Body, find_body
 from autopar.passes.template import Pattern
 
 _TEXT = """
@@ -25,14 +26,6 @@ _TEXT = """
 %ends = aten.cumsum(%counts, 0, dtype=i32) : ()
 %tokens = aten.floor_divide(%places, CHOICES) : ()
 %rows = aten.index.Tensor(%x, (%tokens,)) : ()
-%into = aten.transpose.int(%gate_up, 1, 2) : ()
-%both = grouped(%rows, %into, %ends) : ()
-%gate = aten.slice.Tensor(%both, 1, 0, INNER) : ()
-%up = aten.slice.Tensor(%both, 1, INNER, WIDTH) : ()
-%active = activation(%gate) : ()
-%inner = aten.mul.Tensor(%active, %up) : ()
-%out = aten.transpose.int(%down, 1, 2) : ()
-%found = grouped(%inner, %out, %ends) : ()
 %weight = aten.reshape(%weights, ROWS) : ()
 %picked = aten.index.Tensor(%weight, (%places,)) : ()
 %scale = aten.unsqueeze(%picked, -1) : ()
@@ -44,61 +37,114 @@ _TEXT = """
 %each = aten.reshape(%back, SHAPE) : ()
 %total = aten.sum.dim_IntList(%each, (1,)) : ()
 """
+_PATTERN = Pattern(_TEXT, {})
 _LOOP = "transformers.grouped_mm_fallback"
-_PATTERN = Pattern(
-    _TEXT,
-    {
-        "grouped": ("aten._grouped_mm", _LOOP),
-        "activation": ("aten.silu", "aten.relu", "aten.gelu"),
-    },
-)
-_OPERANDS = ("gate_up", "down", "x", "ids", "weights")
 
 
 @dataclass(frozen=True)
 class _Mixture:
-    """Names of a mixture's nodes.
+    """A mixture and names of its nodes.
 
     Attributes:
         total: the sum over a token's experts, in the dtype of its input.
-        gate_up: a parameter, first the gates, then the others.
-        down, x, ids, weights: operands of the operator.
-        act: the activation, as in `mixture.ACTIVATIONS`.
+        x, ids, weights: operands of the operator.
+        body: what an expert computes.
     """
 
     total: str
-    gate_up: str
-    down: str
     x: str
     ids: str
     weights: str
-    act: str
+    body: Body
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Values that hold gates and others."""
+        return (self.body.into.weight, self.body.into.bias) if self.body.halves else ()
 
 
 def find_mixtures(graph: Graph) -> Graph:
-    """Returns `graph` with each mixture as one operator, on halves of its first parameter.
+    """Returns `graph` with each mixture as one operator, whose operands are gates and others apart.
 
-    That parameter must be whole and have no other reader.
+    A parameter that holds both, one behind the other, becomes two pieces where it is whole and has
+    no other reader.
     """
     ends = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList"]
     mixtures = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
     totals = {mixture.total: mixture for mixture in mixtures}
-    fused = {mixture.gate_up for mixture in mixtures}
+    apart = {
+        name: 1 + mixture.body.into.turned * (name == mixture.body.into.weight)
+        for mixture in mixtures
+        for name in mixture.fused
+        if mixture.body.halves == "concatenated" and name and _own(graph[name], graph)
+    }
     halves: dict[str, tuple[Ref, Ref]] = {}
 
     def write(node: Node, editor: Editor) -> Node | Ref | None:
-        if node.name in fused:
-            halves[node.name] = _halves(node, editor)
+        if node.name in apart:
+            halves[node.name] = _pieces(node, apart[node.name], editor)
             return halves[node.name][0]
         mixture = totals.get(node.name)
-        if mixture is None:
-            return None
-        names = (mixture.down, mixture.x, mixture.ids, mixture.weights)
-        reads = [Ref(editor.resolve(name)) for name in names]
-        args: tuple[Arg, ...] = (*halves[mixture.gate_up], *reads, mixture.act)
-        return replace(node, op=MIXTURE, args=args, kwargs=())
+        return None if mixture is None else _written(mixture, node, halves, editor)
 
     return rewrite(graph, write)
+
+
+def _written(
+    mixture: _Mixture, node: Node, halves: dict[str, tuple[Ref, Ref]], editor: Editor
+) -> Node:
+    """Returns the operator."""
+    into, out = mixture.body.into, mixture.body.out
+
+    def both(name: str, turned: bool) -> tuple[Ref | None, Ref | None]:
+        """Returns gates and others of a weight or a bias."""
+        if not name:
+            return None, None
+        gate, up = halves.get(name) or _cut(
+            Ref(editor.resolve(name)), mixture.body.halves, 1 + turned, node, editor
+        )
+        turn = turned and len(editor[up.name].type.shape) == 3
+        return (gate and _turned(gate, turn, node, editor)), _turned(up, turn, node, editor)
+
+    gate, up = both(into.weight, into.turned)
+    down = _turned(Ref(editor.resolve(out.weight)), out.turned, node, editor)
+    names = (mixture.x, mixture.ids, mixture.weights)
+    args: tuple[Arg, ...] = (gate, up, down, *(Ref(editor.resolve(name)) for name in names))
+    args = (*args, mixture.body.act)
+    if into.bias or out.bias:
+        last = Ref(editor.resolve(out.bias)) if out.bias else None
+        args = (*args, *both(into.bias, False), last)
+    return replace(node, op=MIXTURE, args=args, kwargs=())
+
+
+def _cut(value: Ref, halves: str, dim: int, node: Node, editor: Editor) -> tuple[Ref | None, Ref]:
+    """Returns gates and others of a value that holds both along `dim`."""
+    if not halves:
+        return None, value
+    kind = editor[value.name].type
+    shape, inner = kind.shape, kind.shape[dim] // 2
+    part = TensorType(kind.dtype, (*shape[:dim], inner, *shape[dim + 1 :]))
+    cuts: list[tuple[str, tuple[int, ...]]]
+    if halves == "concatenated":
+        cuts = [("aten.slice.Tensor", (dim, at, at + inner)) for at in (0, inner)]
+    else:
+        paired = TensorType(kind.dtype, (*shape[:dim], inner, 2, *shape[dim + 1 :]))
+        value = editor.new(
+            f"{value.name}_pairs", "aten.reshape", (value, paired.shape), paired, node
+        )
+        cuts = [("aten.select.int", (dim + 1, at)) for at in (0, 1)]
+    gate, up = (editor.new(value.name, op, (value, *args), part, node) for op, args in cuts)
+    return gate, up
+
+
+def _turned(value: Ref, turned: bool, node: Node, editor: Editor) -> Ref:
+    """Returns weights as [experts, out, in]."""
+    if not turned:
+        return value
+    kind = editor[value.name].type
+    experts, width, out = kind.shape
+    kind = TensorType(kind.dtype, (experts, out, width))
+    return editor.new(f"{value.name}_turned", "aten.transpose.int", (value, 1, 2), kind, node)
 
 
 def lower_grouped(graph: Graph) -> Graph:
@@ -118,14 +164,14 @@ def lower_grouped(graph: Graph) -> Graph:
     return rewrite(graph, write)
 
 
-def _halves(node: Node, editor: Editor) -> tuple[Ref, Ref]:
-    """Returns a parameter [experts, 2 inner, width] as two pieces."""
-    experts, both, width = node.type.shape
-    kind = TensorType(node.type.dtype, (experts, both // 2, width))
+def _pieces(node: Node, dim: int, editor: Editor) -> tuple[Ref, Ref]:
+    """Returns a parameter as two pieces along a dimension."""
+    shape, inner = node.type.shape, node.type.shape[dim] // 2
+    kind = TensorType(node.type.dtype, (*shape[:dim], inner, *shape[dim + 1 :]))
     refs = []
-    for index, start in enumerate((0, both // 2)):
+    for index, start in enumerate((0, inner)):
         name = editor.fresh(f"{node.name}_{index}")
-        kwargs = (("dim", 1), ("start", start), ("length", both // 2))
+        kwargs = (("dim", dim), ("start", start), ("length", inner))
         editor.put(replace(node, name=name, kwargs=kwargs, types=(kind,)))
         refs.append(Ref(name))
     return refs[0], refs[1]
@@ -134,21 +180,34 @@ def _halves(node: Node, editor: Editor) -> tuple[Ref, Ref]:
 def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     """Returns the mixture that ends in a sum, None if there is none."""
     bound = _PATTERN.match(node, graph)
+    found = None if bound is None else bound["found"]
+    body = find_body(found.name, graph) if isinstance(found, Ref) else None
+    if bound is None or body is None:
+        return None
+    into, out = body.into, body.out
+    parts = [("rows", into.rows), ("ends", into.ends)]
+    parts += [("chosen", product.chosen) for product in (into, out) if product.bias]
+    for at, name in parts:
+        bound = bound and _PATTERN.match(graph[name], graph, at, bound)
     if bound is None:
         return None
     values = {key: graph[ref.name] for key, ref in bound.items() if isinstance(ref, Ref)}
-    gate_up, x, ids = (values[key] for key in ("gate_up", "x", "ids"))
-    experts, both, width = gate_up.type.shape
-    sizes: dict[str, Arg] = {"INNER": both // 2, "WIDTH": both, "EXPERTS": experts}
-    sizes |= {"LAST": experts - 1, "CHOICES": ids.type.shape[-1], "COUNT": ids.type.numel}
+    x, ids = values["x"], values["ids"]
+    experts, *sides = graph[out.weight].type.shape
+    inner, width = sides if out.turned else sides[::-1]
+    wide = inner * (2 if body.halves else 1)
+    sizes: dict[str, Arg] = {"EXPERTS": experts, "LAST": experts - 1}
+    sizes |= {"CHOICES": ids.type.shape[-1], "COUNT": ids.type.numel}
     sizes |= {"SHAPE": (*ids.type.shape, width)}
     total = _cast(node, graph, x.type.dtype)
     flat = len(x.type.shape) == len(ids.type.shape) == 2
     fits = flat and all(bound[key] == size for key, size in sizes.items())
-    if total is None or not fits or not _own(gate_up, graph):
+    fits = fits and graph[into.weight].type.shape == (
+        (experts, width, wide) if into.turned else (experts, wide, width)
+    )
+    if total is None or not fits:
         return None
-    names = {key: values[key].name for key in _OPERANDS}
-    return _Mixture(total.name, act=_activation(values["active"]), **names)
+    return _Mixture(total.name, x.name, ids.name, values["weights"].name, body)
 
 
 def _own(node: Node, graph: Graph) -> bool:
@@ -165,8 +224,3 @@ def _cast(node: Node, graph: Graph, dtype: str) -> Node | None:
     readers = [graph[name] for name in graph.users[node.name]]
     is_cast = len(readers) == 1 and readers[0].op == "aten.to.dtype"
     return readers[0] if is_cast and readers[0].type.dtype == dtype else None
-
-
-def _activation(node: Node) -> str:
-    name = node.op.removeprefix("aten.")
-    return "gelu_tanh" if node.keyword("approximate", "none") == "tanh" else name

@@ -29,10 +29,19 @@ class Pattern:
         self.end = list(self.nodes)[-1]
         self.alike = alike
 
-    def match(self, node: Node, graph: Graph) -> dict[str, Arg] | None:
-        """Returns bindings of names (values as Refs) if `node` of `graph` matches, else None."""
-        bound: dict[str, Arg] = {}
-        return bound if self._value(self.end, node.name, graph, bound) else None
+    def match(
+        self, node: Node, graph: Graph, at: str = "", known: Mapping[str, Arg] | None = None
+    ) -> dict[str, Arg] | None:
+        """Returns bindings of names (values as Refs) if `node` of `graph` matches, else None.
+
+        Args:
+            node: a node.
+            graph: its graph.
+            at: the line that it is matched against, by default the last one.
+            known: bindings that must hold as well.
+        """
+        bound = dict(known or {})
+        return bound if self._value(at or self.end, node.name, graph, bound) else None
 
     def _value(self, wanted: str, name: str, graph: Graph, bound: dict[str, Arg]) -> bool:
         if wanted in bound:

@@ -18,6 +18,7 @@ from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
+from autopar.operators.expert_load import ExpertLoad, with_load
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
 from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
@@ -108,6 +109,22 @@ class Call:
 
         return self if samples == present else self._mapped(scaled)
 
+    def repeated(self, count: int) -> Call:
+        """The call with `count` times as many samples.
+
+        Only tensors whose first dimension is that of the first tensor grow; others, as a mask that
+        all samples share, stay as they are.
+
+        Raises:
+            BatchError: no tensor has a dimension.
+        """
+        present = self.samples
+
+        def grown(name: str, value: Tensor) -> Tensor:
+            return value.repeat(count, *[1] * (value.dim() - 1)) if len(value) == present else value
+
+        return self._mapped(grown)
+
     def _tensors(self) -> dict[str, Tensor]:
         return self._structure().flatten(self._arguments())
 
@@ -194,5 +211,7 @@ def capture_graph(
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
         graph = verify(fuse(graph, options.fuse))
         keep("fuse", graph)
+    if options.expert_load != "equal":
+        graph = with_load(graph, ExpertLoad.parse(options.expert_load))
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))

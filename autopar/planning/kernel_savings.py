@@ -73,7 +73,8 @@ def _operators(
         kernel, after = node.op.removeprefix(PREFIX), _both(_work(line, graph, plan, table))
         if node.op == MIXTURE:
             kernel = EXPERTS
-            without = replace(line, node=replace(node, kwargs=()))
+            kept = tuple(pair for pair in node.kwargs if pair[0] != "kernels")
+            without = replace(line, node=replace(node, kwargs=kept))
             before = _both(_work(without, graph, plan, table))
         else:
             before = tuple(_whole(_expanded(graph, node, line.into, plan.mesh), table, alone))

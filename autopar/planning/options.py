@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
+from autopar.ir.storage import Storage
 from autopar.ir.update import ADAMW, Update
+from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import StagePlan
 
 AUTO = "auto"
+GLOBAL, LOCAL = "global", "local"  # of batches
 SCHEDULE = "1f1b"
 
 
@@ -45,6 +48,9 @@ class Options:
         microbatches: number of microbatches in a step.
         collectives: algorithms of collectives, or "auto" for the fastest ones.
         global_batch: samples in a step for stages="auto"; None for those of the example batch.
+        batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
+        stored: storage of each parameter by its key, if another program has fixed it.
+        expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
         allow: "stale gradients" admits schedules that change the result of training.
 
     Raises:
@@ -73,12 +79,16 @@ class Options:
     schedule: str = SCHEDULE
     global_batch: int | None = None
     allow: str = ""
+    batches: str = GLOBAL
+    expert_load: str = "equal"
+    stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
     def __post_init__(self) -> None:
         check_allowed(self.schedule, self.allow)
         find(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
+        ExpertLoad.parse(self.expert_load)
         if isinstance(self.stages, str) and self.stages != AUTO:
             raise OptionError(
                 f"stages is {self.stages!r}", why='a whole number or "auto" is expected'
@@ -94,6 +104,12 @@ class Options:
                 f'stages="auto" does not support offload={self.offload!r}',
                 why="which blocks are offloaded depends on the stages, which are not known yet",
                 todo='pass offload="optimizer", or the number of stages',
+            )
+        if self.searches_stages and self.batches != GLOBAL:
+            raise OptionError(
+                "a search for a pipeline takes whole batches",
+                why="how many parts a batch has depends on the stages that are searched for",
+                todo="give the number of stages, or plan first and pass the plan",
             )
         if self.global_batch is not None and not self.searches_stages:
             raise OptionError(
@@ -124,6 +140,7 @@ class Options:
             fuse=plan.fuse,
             offload=plan.asked.offload,
             collectives=plan.collectives,
+            batches=plan.asked.batches,
         )
         if recorded.memory == math.inf:  # the plan records no limit
             others.setdefault("memory", None)
@@ -132,7 +149,7 @@ class Options:
     @property
     def asked(self) -> Asked:
         """The options that a plan records besides its layouts."""
-        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops)
+        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops, self.batches)
 
     @property
     def searches_stages(self) -> bool:

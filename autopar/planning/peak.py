@@ -34,7 +34,8 @@ def simulated_peak(
         return plan.predicted.peak_bytes
     settings = settings_on(plan.mesh.device)
     step = tasks(graph, plan, works(graph, plan, known), prices, settings)
-    peak = run(step, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
+    model = AnalyticModel(plan.mesh, in_step=True)
+    peak = run(step, model, device(plan.mesh).slowdown).memory.peak
     if repeated is None:
         return peak
     left, trained = after_forward(step), {n.name for n in graph.leaves("param") if n.requires_grad}

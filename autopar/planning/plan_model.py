@@ -9,6 +9,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
+from autopar.planning.local_batches import capture_parts, stage_mesh
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import AnySize, plan_pipeline
 from autopar.planning.pipelines.schedule_names import groups_for
@@ -33,7 +34,8 @@ def plan_model(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
     if options.searches_stages:
         return plan_any_stages(call, mesh, options, trace)
     count = options.microbatches if options.is_pipeline else None
-    return plan_captured(capture_call(call, options, trace, count), mesh, options, trace)
+    captured = capture_parts(call, stage_mesh(mesh, options), options, trace, count)
+    return plan_captured(captured, mesh, options, trace)
 
 
 def plan_captured(captured: Captured, mesh: Mesh, options: Options, trace: Trace) -> Plan:

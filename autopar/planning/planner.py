@@ -29,7 +29,6 @@ from autopar.ir.recompute import Recompute
 from autopar.plan import Plan
 from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
-from autopar.planning.fitting import ALIKE, EXACT, Fitted, fitting, solved
 from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
 from autopar.planning.peak import simulated_peak
@@ -38,6 +37,7 @@ from autopar.planning.prices import calibration_of, cost_model, limit_of
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
+from autopar.planning.within_memory import ALIKE, EXACT, Fitted, fitting, solved
 from autopar.stage_plan import StagePlan
 
 
@@ -142,6 +142,7 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            stored=options.stored,
             late_loss=self._late_loss,
         )
         return build(

@@ -10,6 +10,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
+from autopar.cost.programs.row_check import checked
 from autopar.errors import PrecisionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh, parse_quantity
@@ -32,12 +33,11 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     refuse_unsupported(mesh, options.precision)
     model: AnalyticModel | MeasuredModel
     if options.calibration is None:
-        model = AnalyticModel(mesh)
+        model = AnalyticModel(mesh, in_step=True)
     else:
         model = MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
     if isinstance(options.collectives, ChosenAlgorithms):
-        options.collectives.check(mesh)
-        model.chosen = options.collectives
+        model.chosen = checked(options.collectives, mesh)
     else:
         model.chosen = choose(Network(mesh, model.device), model.collective)
     return model

@@ -16,7 +16,7 @@ from functools import cache
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, run_names
-from autopar.planning.fitting import EXACT
+from autopar.planning.within_memory import EXACT
 from autopar.stage_plan import StagePlan
 
 PARTS = 2  # fractions of a run's blocks to try: halves

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
-from autopar.runtime.batches import TOKEN, Intake
+from autopar.operators.expert_load import ExpertLoad
+from autopar.runtime.calls.batches import TOKEN, Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import part_of, texts_of
+from autopar.runtime.calls.variant import Variant, variant_of
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
 from autopar.runtime.generated import Generated
@@ -58,7 +64,7 @@ class Executor:
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
-        runtime.chosen = program.collectives
+        runtime.chosen = checked(program.collectives, program.mesh)
         self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
@@ -70,7 +76,10 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
-        self.writes = Writes(self.named)
+        self.part = part_of(program.inputs, runtime)
+        types = texts_of(program.inputs, runtime)
+        self.main = Variant(program, types, self.named, Writes(self.named))
+        self.variants = [self.main]
         self.weights = Weights(runtime, self.state.parameters, self.tensors, program.bucket)
         if self.loaded:
             self._load(values, broadcast=True)
@@ -85,7 +94,6 @@ class Executor:
             [self.weights],
         )
         self.update.compare()
-        self._written = [self.named[key] for key in program.written]
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(
             self.weights, runtime.device, 1, self.update.order, self.update.room
@@ -94,14 +102,34 @@ class Executor:
         self.watch = Watch.over(runtime.ranks)
         self.watch.start()
         self._everyone = everyone = runtime.group(runtime.mesh.names)
-        self.graph: CudaGraph | None = None
+        self._graphs = cuda_graph
         if cuda_graph:
-            self.graph = self._graphed()
-        self._intake = Intake(program.inputs, runtime.device, everyone.channel)
+            self.main.graph = self._graphed(self.main)
+        self._intake = Intake(runtime.device, everyone.channel, self.part)
 
-    def _graphed(self) -> CudaGraph:
+    def add(self, program: Generated, values: Mapping[str, Tensor]) -> Variant:
+        """Adds a further program over the same parameters; every rank calls it.
+
+        Args:
+            program: the loaded program.
+            values: whole buffers and constants by name, for those that only it reads.
+
+        Returns:
+            The variant, for `step` and `forward`.
+
+        Raises:
+            ProgramError: it stores a parameter in another way.
+        """
+        with self.watch:
+            added = variant_of(program, self.runtime, self.state.parameters, self.named, values)
+        if self._graphs and program.loss is not None:
+            added.graph = self._graphed(added)
+        self.variants.append(added)
+        return added
+
+    def _graphed(self, variant: Variant) -> CudaGraph:
         """Returns the object that captures and replays a step; raises ProgramError as `refuse`."""
-        program, kernel = self.program, self.update.kernel
+        program, kernel = variant.program, self.update.kernel
         refuse(
             self.runtime.device,
             random=program.random,
@@ -109,15 +137,24 @@ class Executor:
             counted=kernel is not None,
         )
         assert kernel is not None
-        return CudaGraph(self._step, kernel.refresh)
+        return CudaGraph(partial(self._step, variant), kernel.refresh)
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The types of the inputs of its first program, by name."""
+        return self.main.types
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of this device's parameters."""
         return self.update.optimizer
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Runs forward, backward and optimizer step on a batch that all ranks have whole.
+    def step(self, batch: Mapping[str, Tensor], variant: Variant | None = None) -> Tensor:
+        """Runs forward, backward and optimizer step on a batch.
+
+        Args:
+            batch: the tensors by name.
+            variant: the program to run, by default the first.
 
         Returns:
             The loss, a scalar, the same on every rank. `grad_norm` is then the norm of the
@@ -130,32 +167,34 @@ class Executor:
             ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
-        check_trainable(self.program.loss is not None)
+        chosen = variant or self.main
+        check_trainable(chosen.program.loss is not None)
         recorder = self.runtime.peers.recorder
         with self.watch, recorder.step():
             with recorder.part(PHASE, "batch"):
                 options = self.update.options()
-                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                compared = options if self.update.compared else {}
+                inputs = self._prepare(chosen, batch, "step", compared)
                 self.update.begin(options)
-            run = self._step if self.graph is None else self.graph
+            run = chosen.graph or partial(self._step, chosen)
             loss, self.grad_norm = run(inputs)
             self.update.check.end(self._intake.differences)
         return loss
 
-    def _step(self, inputs: Mapping[str, Tensor]) -> Results:
+    def _step(self, variant: Variant, inputs: Mapping[str, Tensor]) -> Results:
         """Runs a step on inputs on the device; returns the loss and the norm of the gradients."""
         part = self.runtime.peers.recorder.part
         self.update.forget()
         self.gradients.drop()  # of a step that failed
-        self.update.check.keep(self._written)
-        self.writes.drop()
+        self.update.check.keep(variant.written)
+        variant.writes.drop()
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
-            loss = self._forward(inputs, outputs=False)[self.program.loss or ""]
+            loss = self._forward(variant, inputs, outputs=False)[variant.program.loss or ""]
         with part(PHASE, "backward"):
             torch.autograd.backward(loss, torch.ones_like(loss) * self.update.scale)
             self.runtime.fetch.drop()
             self.gradients.collect()
-            self.writes.settle()
+            variant.writes.settle()
         with part(PHASE, "optimizer"):
             everyone = self._everyone
             seen = Seen(
@@ -184,29 +223,67 @@ class Executor:
             self.update.check.settle(self._intake.differences)
 
     @torch.no_grad()
-    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the outputs by name, whole on every rank; raises the errors of `step`."""
-        with self.watch, self.runtime.peers.recorder.within("evaluation"):
-            inputs = self._prepare(batch, "forward")
-            self.update.check.settle(self._intake.differences)
-            outputs = self._forward(inputs)
-            held = self.program.outputs
-            whole = {
-                name: self.writes.apart(self.runtime.unshard(value, held[name][2], held[name][1]))
-                for name, value in outputs.items()
-            }
-            self.writes.settle()
-            return whole
+    def forward(self, batch: Mapping[str, Tensor], variant: Variant | None = None) -> Evaluated:
+        """Runs a forward that changes nothing; raises the errors of `step`.
 
-    def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
+        Args:
+            batch: the tensors by name.
+            variant: the program to run, by default the first.
+        """
+        chosen = variant or self.main
+        with self.watch, self.runtime.peers.recorder.within("evaluation"):
+            inputs = self._prepare(chosen, batch, "forward")
+            self.update.check.settle(self._intake.differences)
+            chosen.writes.drop()
+            shards = self._forward(chosen, inputs)
+            chosen.writes.drop()
+        held = chosen.program.outputs
+
+        def gather() -> dict[str, Tensor]:
+            with self.watch, torch.no_grad():
+                return {
+                    name: self.runtime.unshard(value, held[name][2], held[name][1])
+                    for name, value in shards.items()
+                }
+
+        layouts = {
+            name: f"{dtype}{layout.format(shape)}" for name, (dtype, shape, layout) in held.items()
+        }
+        return Evaluated(shards, layouts, gather)
+
+    def expert_load(self, evaluate: Callable[[], Evaluated]) -> list[ExpertLoad]:
+        """Returns how often the experts of each mixture are chosen in a forward.
+
+        Args:
+            evaluate: runs the forward; its errors are raised.
+        """
+        self.runtime.seen = seen = list[Tensor]()
+        try:
+            evaluate()
+        finally:
+            self.runtime.seen = None
+        # Along an axis that does not split tokens, every device has counted the same ones.
+        counts = [self._everyone.reduce(count) for count in seen]
+        shares = [(count / count.sum()).tolist() for count in counts]
+        return [ExpertLoad(measured=tuple(share)) for share in shares]
+
+    def _forward(
+        self, variant: Variant, batch: Mapping[str, Tensor], outputs: bool = True
+    ) -> dict[str, Tensor]:
         """Returns the loss and the other outputs; without `outputs`, only those that are free."""
-        given = self.runtime.given(self.writes.given)
-        random = synchronised(self.runtime) if self.program.random else nullcontext()
-        with self.runtime.writing(self.writes), random:
-            return self.program.forward(self.runtime, given, batch, outputs)
+        program = variant.program
+        self.runtime.chosen = variant.chosen
+        given = self.runtime.given(variant.writes.given)
+        random = synchronised(self.runtime) if program.random else nullcontext()
+        with self.runtime.writing(variant.writes), random:
+            return program.forward(self.runtime, given, batch, outputs)
 
     def _prepare(
-        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+        self,
+        variant: Variant,
+        batch: Mapping[str, Tensor],
+        call: str,
+        options: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
         """Checks a batch and moves it to this device."""
         if not self.loaded:
@@ -215,7 +292,7 @@ class Executor:
                 why="it was compiled from a model on the meta device, or loading was interrupted",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, call, options)
+        return self._intake.take(batch, variant.types, call, options)
 
     def close(self) -> None:
         """Releases threads, descriptors and process groups; no call works afterwards."""
@@ -249,15 +326,18 @@ class Executor:
         self.weights.cut()
         self.weights.gather()
         self.update.settle()
-        if self.graph is not None:
-            self.graph.reset()
+        self._reset_graphs()
+
+    def _reset_graphs(self) -> None:
+        for variant in self.variants:
+            if variant.graph is not None:
+                variant.graph.reset()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Loads a full or DTensor state_dict; raises StateError if it does not fit."""
         self._load(values)
         self.update.restart()
-        if self.graph is not None:
-            self.graph.reset()
+        self._reset_graphs()
         self.loaded = True
 
     def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:

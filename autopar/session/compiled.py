@@ -22,6 +22,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
+from autopar.intra_op.node_choices import input_layout
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
@@ -37,6 +38,7 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.inductor import loaded
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
@@ -58,10 +60,12 @@ class Running:
     Attributes:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether the step is captured and replayed.
+        shapes: for batches of how many shapes the session compiles programs that train.
     """
 
     backend: str = "eager"
     cuda_graph: bool = False
+    shapes: int = 1
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,11 @@ class Compiled:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of one microbatch, name -> type."""
-        return {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
+        """The inputs of one microbatch: name -> dtype, global shape and layout."""
+        return {
+            leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
+            for leaf in self.captured.graph.leaves("input")
+        }
 
     def start(
         self, values: Mapping[str, Tensor], training: Training, running: Running
@@ -163,10 +170,7 @@ class Compiled:
             ProgramError: the optimizer or the way of running do not fit it.
             StateError: `values` does not fit it.
         """
-        modules = [
-            loaded(source, self._name(number, source), running.backend)
-            for number, source in enumerate(self.sources)
-        ]
+        modules = self.modules(running.backend)
         if not self.plan.is_pipeline:
             runtime = Runtime(self.plan.mesh, local_device())
             return Executor(
@@ -178,6 +182,13 @@ class Compiled:
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied
         )
+
+    def modules(self, backend: str) -> list[Generated]:
+        """Returns the loaded program of every stage; ProgramError if one cannot be loaded."""
+        return [
+            loaded(source, self._name(number, source), backend)
+            for number, source in enumerate(self.sources)
+        ]
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `autopar.load` reads on any number of processes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -10,9 +10,11 @@ from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning.capturing import Call, capture_call
+from autopar.planning.capturing import Call
+from autopar.planning.local_batches import capture_parts, stage_mesh
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
+from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
@@ -55,6 +57,29 @@ class Compiler:
         captured, plan = self._planned(call, trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
+    def variant(self, call: Call, first: Compiled) -> Compiled:
+        """Returns the program of another call, which finds parameters where `first` stores them.
+
+        Args:
+            call: of the same model, in another mode or with another batch.
+            first: the program that stores the parameters.
+
+        Raises:
+            CaptureError, InfeasibleError, StageError: see `autopar.compile`.
+            BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
+        """
+        plan, count = first.plan, first.plan.microbatches if first.plan.is_pipeline else None
+        captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
+        compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
+        if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
+            return first
+        graph, further = from_first_rank(
+            lambda: plan_over(first.captured.graph, plan, captured.graph, self.options)
+        )
+        return Compiled.of(
+            replace(captured, graph=graph), further.on(self.mesh), self.options, Trace(None)
+        )
+
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """The captured model and its plan, alike on every rank."""
         plan, options, mesh = self.plan, self.options, self.mesh
@@ -64,10 +89,32 @@ class Compiler:
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
         sized = call if options.global_batch is None else call.sized(options.global_batch)
-        captured = capture_call(sized, options, trace, count if staged else None)
+        part = stage_mesh(mesh, options) if plan is None else plan.stages[0].mesh
+        captured = capture_parts(sized, part, options, trace, count if staged else None)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
             plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
         else:
             plan.check(captured.graph, mesh)
         return captured, plan
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Stands in for a compiler where the first call was compiled before.
+
+    Attributes:
+        first: the compiled call.
+        compiler: compiles further calls.
+    """
+
+    first: Compiled
+    compiler: Compiler
+
+    def __call__(self, call: Call) -> Compiled:
+        """Returns the compiled call."""
+        return self.first
+
+    def variant(self, call: Call, first: Compiled) -> Compiled:
+        """Returns a further call over the parameters of the first; see `Compiler.variant`."""
+        return self.compiler.variant(call, first)

@@ -7,6 +7,7 @@ Those that belong together become one frozen value: `Options` of the plan, `Trai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -33,7 +34,7 @@ from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -92,9 +93,12 @@ class PlanKeywords(AverageKeywords, total=False):
         precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer
             updates a master in float32 where its state lies; gradients are sent and added up in
             float32. "fp32" leaves the model as it is, and None does what the plan says. With
-            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8 gradients=int8",
-            or without the "bf16", sends these as int8 blocks, which changes numerics. For
-            others see `autopar.Precision`.
+            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8", or without the
+            "bf16", gathers these as int8 blocks, which changes numerics. For others see
+            `autopar.Precision`.
+        gradients: how gradients are compressed where that sends fewer bytes, which changes
+            numerics: "int8", "int4 blocks", "1-bit", "top-k 1 %" or "powersgd rank 4"; all but
+            the first add what they leave out to the next gradients. A part of the precision.
         fuse: whether kernels take the place of operators that a model writes out: all or none
             of the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step,
             a list of their names, or a mapping that switches some off. On CPUs, where their
@@ -110,6 +114,11 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
+            along other axes pass the same part. See `Session.data_rank`.
+        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -128,9 +137,12 @@ class PlanKeywords(AverageKeywords, total=False):
     allow: str
     state: str | StateSharding | None
     precision: str | Precision | None
+    gradients: str | None
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
+    expert_load: str
     trace: str | Path | None
 
 
@@ -152,6 +164,9 @@ class TrainKeywords(AverageKeywords, total=False):
             saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
+        shapes: for how many shapes of batches programs are compiled, as they come, over the same
+            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -159,6 +174,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -189,23 +205,28 @@ _CHECKS: dict[str, Check] = {
     "allow": _WORD,
     "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
     "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
+    "gradients": Or((NOTHING, _WORD)),
     "groups": Or((NOTHING, _CALLED)),
     "ema": Or((NOTHING, Number(-1e30, 1e30))),
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "expert_load": Text(2**20),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
-    "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
-    "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
+    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
+    "batches": GLOBAL,
 }  # fmt: skip
 
 
@@ -256,11 +277,12 @@ def planning_options(
     """
     said = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
-    rules, precision = said["rules"], _precision(plan, said["precision"])
+    rules, precision = said["rules"], _precision(plan, said["precision"], said["gradients"])
     trained = training(model, optimizer, given)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "expert_load",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},
@@ -268,6 +290,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        batches=_batches(plan, said["batches"]),
         collectives=_collectives(plan, said["collectives"]),
         update=observed(optimizer, trained.options, trained.ema is not None),
     )
@@ -283,7 +306,7 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"])
+    return Running(said["backend"], said["cuda_graph"], said["shapes"])
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
@@ -300,14 +323,30 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
     return said
 
 
-def _precision(plan: Plan | None, wanted: str | Precision | None) -> Precision:
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Returns who passes what of a batch: what a plan records, or what is wanted without one."""
+    if plan is None:
+        return wanted
+    recorded = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, recorded):
+        raise PlanMismatchError(
+            f"the plan is for {recorded} batches",
+            why=f"batches={wanted!r} is asked for",
+            todo="leave out batches, or plan again",
+        )
+    return recorded
+
+
+def _precision(
+    plan: Plan | None, wanted: str | Precision | None, gradients: str | None
+) -> Precision:
     """The precision of a plan, or what is wanted without one."""
-    if plan is None or wanted is None:
-        return Precision.read(wanted) if plan is None else plan.precision
-    if Precision.read(wanted) != plan.precision:
+    base = Precision.read(wanted) if plan is None or wanted is not None else plan.precision
+    asked = base if gradients is None else replace(base, gradients=gradients)
+    if plan is not None and asked != plan.precision:
         raise PlanMismatchError(
             f"the plan's precision is {str(plan.precision) or 'that of the model'}",
-            why=f"precision={str(wanted)!r} is asked for",
-            todo="leave out the precision, or plan again",
+            why=f"{str(asked) or 'that of the model'} is asked for",
+            todo="leave out precision and gradients, or plan again",
         )
-    return plan.precision
+    return asked

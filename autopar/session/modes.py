@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from autopar.errors import ProgramError
+from autopar.ir.graph import Graph
 
 _PLAIN = (bool, int, float, str, tuple)
 
@@ -35,14 +36,19 @@ class Modes:
             if key not in ("training", "call_super_init") and type(value) in _PLAIN
         ]
 
-    def check(self) -> None:
+    def check(self, training: bool = True) -> None:
         """Compare with what the flags are by now.
+
+        Args:
+            training: whether a step of training follows. An evaluation does not depend on train()
+                and eval().
 
         Raises:
             ProgramError: a module was switched by train() or eval(), a parameter by
                 requires_grad_; a number of one of torch's modules was set, or a module replaced.
         """
-        if [module.training for _, module in self._modules] != self._training:
+        modes = [module.training for _, module in self._modules]
+        if training and modes != self._training:
             name, module = next(
                 item
                 for item, before in zip(self._modules, self._training, strict=True)
@@ -54,8 +60,9 @@ class Modes:
                 where=name,
                 why=f"the program is for {type(module).__name__}.{before}(), and it is in "
                 f"{now}() now",
-                todo=f"call {before}() again; for the other mode compile a program of its own, and "
-                "load_state_dict into it",
+                todo=f"call {before}() again; program.eval_step(...) evaluates by itself"
+                if before == "train"
+                else "call eval() again, or compile the model as it is now",
             )
         if [parameter.requires_grad for _, parameter in self._parameters] != self._learning:
             name, parameter = next(
@@ -90,3 +97,23 @@ class Modes:
                     why="the program is of those that were there then",
                     todo="put it back, or compile the model as it is now",
                 )
+
+
+def refuse_other_parameters(before: Graph, after: Graph) -> None:
+    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
+    old, new = (
+        {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
+        for graph in (before, after)
+    )
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            one, other = (
+                "missing" if found is None else f"{list(found[0])}{'' if found[1] else ', frozen'}"
+                for found in (old.get(name), new.get(name))
+            )
+            raise ProgramError(
+                "the compiled program is of another model",
+                where=name,
+                why=f"the session's parameter is {one}, the program's {other}",
+                todo="adopt a program that was compiled from this model",
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.capture.capture import Captured
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -33,12 +31,14 @@ from autopar.runtime.trained import Trained
 from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
-from autopar.session.modes import Modes
+from autopar.session.evaluation import Evaluating
+from autopar.session.further_programs import Compiles, Runnable, Variants
+from autopar.session.modes import Modes, refuse_other_parameters
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed):
+class Session(Trained, Checkpointed, Evaluating):
     """A model that trains in parallel; made by `autopar.compile` or `autopar.load`.
 
     Args:
@@ -50,6 +50,7 @@ class Session(Trained, Checkpointed):
 
     Attributes:
         mesh: the devices.
+        training: whether steps may be made; see `eval`.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class Session(Trained, Checkpointed):
         mesh: Mesh,
         training: Training,
         running: Running,
-        compiler: Callable[[Call], Compiled],
+        compiler: Compiles,
     ) -> None:
         check_processes(mesh)
         inductor.check(running.backend)
         self.mesh, self._running_as, self._compiler = mesh, running, compiler
         self._model, self._training = model, training
         self._compiled: Compiled | None = None
+        self._variants: Variants | None = None
+        self.training = True
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
         self._modes: Modes | None = None
@@ -97,6 +100,7 @@ class Session(Trained, Checkpointed):
         recorder.now("loading of the program")
         values = values_of(self._model, compiled.captured)
         self._executor = compiled.start(values, self._training, self._running_as)
+        self._variants = None
         self._compiled, self.mesh = compiled, compiled.plan.mesh
 
     def adopt(self, compiled: Compiled) -> None:
@@ -127,7 +131,7 @@ class Session(Trained, Checkpointed):
                 self._start(compiled, recorder)
             recorder.now("")
             return
-        _refuse_other_parameters(before.captured.graph, compiled.captured.graph)
+        refuse_other_parameters(before.captured.graph, compiled.captured.graph)
         snapshot = self._checkpoints().snapshot()
         assert self._saved is not None
         self._saved.close()
@@ -153,6 +157,7 @@ class Session(Trained, Checkpointed):
         }
         self._saved = None
         self._executor = compiled.start(nothing, self._training, self._running_as)
+        self._variants = None
         self._compiled, self.mesh = compiled, compiled.plan.mesh
         self._checkpoints().take(snapshot)
         # A scheduler sets the rates of the groups in the list that its optimizer holds.
@@ -161,7 +166,9 @@ class Session(Trained, Checkpointed):
         optimizer.param_groups, used.state = used.param_groups, optimizer.state
 
     def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
-        """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+        """Forward, backward and optimizer step on one batch.
+
+        Every rank passes the same whole batch, or its part of it with `batches="local"`.
 
         Args:
             *args: positional arguments of the batch.
@@ -180,28 +187,49 @@ class Session(Trained, Checkpointed):
             ProgramError: the profile cannot be written, or the model was switched to another mode
                 or parameters of it frozen since it was captured.
         """
-        _, executor, inputs = self._ready_for(args, kwargs)
+        if not self.training:
+            raise ProgramError(
+                "a step is called in evaluation",
+                why="program.eval() was called",
+                todo="call program.train() before the step",
+            )
+        program, inputs = self._ready_for(args, kwargs, training=True)
         with profiled(profile):
-            return executor.step(inputs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for a batch, as whole tensors on every rank; no gradients."""
-        captured, executor, inputs = self._ready_for(args, kwargs)
-        return captured.output.rebuild(executor.forward(inputs))
+            return program.step(inputs)
 
     def _ready_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Captured, Executor | Pipeline, dict[str, Tensor]]:
-        """What was captured, what runs it, and the batch by name."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """The program for a call, and the batch by name."""
         self.prepare(args, kwargs)
-        executor = self._ready()
-        captured = self.compiled.captured
+        executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
         with executor.watch:
-            self._modes.check()
-        inputs = captured.inputs.flatten(args, kwargs)
+            self._modes.check(training)
+        if self._variants is None:
+            self._variants = Variants(
+                self._model, self.compiled, executor, self._compiler, self._running_as
+            )
+        if training and self._running_as.shapes == 1:
+            program, inputs = self._variants.main, captured.inputs.flatten(args, kwargs)
+        else:
+            program, inputs = self._program_for(self._variants, args, kwargs, training)
         self._example = self._example or inputs
-        return captured, executor, inputs
+        return program, inputs
+
+    def _program_for(
+        self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """The program for a batch like this one, compiled if it is the first, and the batch."""
+        found = variants.find(args, kwargs, training)
+        if found is not None:
+            return found
+        # Ranks whose batch has a program already would wait for this one elsewhere.
+        executor = self._ready()
+        executor.meet("step" if training else "forward")
+        with executor.watch:
+            program = variants.add(args, kwargs, training)
+        return program, program.captured.inputs.flatten(args, kwargs)
 
     def close(self) -> None:
         """Give back memory, threads, descriptors and process groups; every rank calls it.
@@ -233,6 +261,19 @@ class Session(Trained, Checkpointed):
             # The others do not wait for this one then; one that exits may have come to its end.
             self._executor.watch.tell(None if isinstance(error, SystemExit) else error)
         self._end(agreed=error is None)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the part of a batch that this rank passes, from 0.
+
+        Always 0 unless compiled with `batches="local"`; ProgramError before the first batch.
+        """
+        return self._ready().part.rank
+
+    @property
+    def data_world(self) -> int:
+        """The number of parts of a batch, 1 if every rank passes all of it; see `data_rank`."""
+        return self._ready().part.world
 
     @property
     def compiled(self) -> Compiled:
@@ -289,6 +330,12 @@ class Session(Trained, Checkpointed):
             ProgramError: before the first batch, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
+        if executor.part.world > 1:
+            raise ProgramError(
+                "a program of local batches is not saved to run by itself",
+                why="a rank has its part of a batch only",
+                todo="save program.compiled, and let autopar.load train by it",
+            )
         if not self._example:
             raise ProgramError(
                 "no batch was seen yet, to save beside the program", todo="run a step"
@@ -302,23 +349,3 @@ class Session(Trained, Checkpointed):
             return folder.write(path, compiled.files(self._training), tensors)
 
         return from_first_rank(write)
-
-
-def _refuse_other_parameters(before: Graph, after: Graph) -> None:
-    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
-    old, new = (
-        {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
-        for graph in (before, after)
-    )
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            one, other = (
-                "missing" if found is None else f"{list(found[0])}{'' if found[1] else ', frozen'}"
-                for found in (old.get(name), new.get(name))
-            )
-            raise ProgramError(
-                "the compiled program is of another model",
-                where=name,
-                why=f"the session's parameter is {one}, the program's {other}",
-                todo="adopt a program that was compiled from this model",
-            )

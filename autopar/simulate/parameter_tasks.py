@@ -21,7 +21,7 @@ from autopar.simulate.buffers import Buffer, Recorder, Value
 from autopar.simulate.parameter import Gather, Used, Weight
 from autopar.simulate.task import Cause
 
-Path = tuple[tuple[str, tuple[str, ...], bool], ...]
+Path = tuple[tuple[str, tuple[str, ...], str], ...]
 Key = tuple[str, str, Path]
 
 
@@ -71,6 +71,9 @@ class Weights:
             self.direct[id(weight.value)] = weight
         if weight.path("forward"):
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
+        if residual := sum(hop.residual for hop in weight.hops):
+            left = f"{weight.name}, what messages left out"
+            self.recorder.hold(self.recorder.allocate("gradient", left, float(residual)))
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)

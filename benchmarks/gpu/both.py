@@ -1,4 +1,4 @@
-"""Forward and backward in a row, as one operator of the benchmark: what a peer has in one piece."""
+"""Operators for the benchmark that run forward and backward in a row, as some providers do."""
 
 from __future__ import annotations
 

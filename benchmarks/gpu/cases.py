@@ -1,4 +1,4 @@
-"""What is timed: our operators, and the same in torch and in Liger."""
+"""The cases that are timed: our operators, and the same in torch and in Liger."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A whole model on one GPU: steps by autopar, fused and not, beside eager torch and torch.compile.
+"""Trains a whole model on one GPU: autopar with and without kernels, eager torch, torch.compile.
 
-llama in 8 layers of the 8B shape, bf16, 4 samples of 4096 tokens, AdamW in torch's fused form. All
-begin with the same weights and get the same batch; of some the losses of 50 steps are compared with
-those of eager torch. A small model on the CPU takes the same way, and has neither times nor bytes.
+The model is llama in 8 layers of the 8B shape, bf16, 4 samples of 4096 tokens, with torch's fused
+AdamW. All start with the same weights and get the same batch; for some, the losses of 50 steps are
+compared with those of eager torch. On the CPU, a small model runs through the same code, without
+times and bytes.
 """
 
 from __future__ import annotations

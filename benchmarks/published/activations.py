@@ -1,12 +1,12 @@
-"""Bytes that a layer keeps: "Reducing Activation Recomputation" (arXiv 2205.05198).
+"""Bytes of activations of a layer: "Reducing Activation Recomputation" (arXiv 2205.05198).
 
-The layer is captured and planned by autopar; what autograd keeps is read off the graph and counted
-by the paper's conventions (section 4): values of two bytes, masks of dropout of one, the statistics
-of layer norms and other small values left out, parameters no activations. With sequence
-parallelism what a product kept is kept as it was before it was gathered, since it is gathered again
-in the backward (section 4.2.2). Selective recomputation drops what is kept between the products of
-queries and keys and of weights and values, full recomputation all but the layer's input. The
-formulas are equations 1, 2, 4 and 6 and the table of section 5; all of it is counted.
+autopar captures and plans the layer; the saved activations are read off the graph and counted by
+the paper's conventions (section 4): values have two bytes, dropout masks one; the statistics of
+layer norms and other small values, and parameters, do not count. With sequence parallelism, inputs
+of products are saved before they are gathered, since they are gathered again in the backward
+(section 4.2.2). Selective recomputation drops the activations between the products of queries and
+keys and of weights and values, full recomputation all but the layer's input. The formulas are
+equations 1, 2, 4 and 6 and the table of section 5. Everything is counted, nothing is fitted.
 """
 
 from __future__ import annotations

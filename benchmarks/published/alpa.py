@@ -97,7 +97,7 @@ def layer(hidden: int, logical: tuple[int, int]) -> tuple[Captured, tuple[Part, 
 def step_seconds(run: Run) -> float:
     """Predicted seconds of a step."""
     _, (first, block, last) = layer(run.hidden, run.logical)
-    prices = AnalyticModel(Mesh.parse(_mesh(run.logical)))
+    prices = AnalyticModel(Mesh.parse(_mesh(run.logical)), in_step=True)
     kernels = LAYERS * (block.seconds + block.forward.seconds) + first.seconds + last.seconds
     replicas = run.logical[0]
     nbytes = 2 * run.parameters

@@ -108,7 +108,7 @@ def iteration_seconds(run: Run) -> dict[str, float]:
     """Predicted seconds of an iteration, whole ("seconds") and by its parts."""
     _, (first, block, last) = layer(run)
     mesh = Mesh.parse(f"{run.device}: pp={run.pp}, dp={run.dp}, tp={run.tp}")
-    prices = AnalyticModel(mesh)
+    prices = AnalyticModel(mesh, in_step=True)
     each = block.seconds + block.forward.seconds  # recomputed
     stage = run.layers / run.pp * each
     sent = run.seq * run.micro_batch * run.hidden * 2.0

@@ -63,7 +63,9 @@ def layer(run: Run) -> tuple[Captured, tuple[Part, Part, Part]]:
 def iteration_seconds(run: Run) -> dict[str, float]:
     """Predicted seconds of an iteration, whole ("seconds") and by its parts."""
     _, (first, block, last) = layer(run)
-    prices = AnalyticModel(Mesh.parse(f"{run.device}: pp={run.pp}, dp={run.dp}, tp={run.tp}"))
+    prices = AnalyticModel(
+        Mesh.parse(f"{run.device}: pp={run.pp}, dp={run.dp}, tp={run.tp}"), in_step=True
+    )
     directions = (block.forward, block.backward)
     each = sum(chunked(half.kernels, half.calls, run.tp) for half in directions)
     stage = run.layers / run.pp * each

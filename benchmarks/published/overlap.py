@@ -1,4 +1,4 @@
-"""Seconds of communication that stay visible beside kernels."""
+"""Seconds of exposed communication, when it overlaps with kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a pipelined step: filling it, its slowest stage, what is sent."""
+"""Seconds of a pipelined step: its warm-up, its slowest stage, and its transfers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Seconds and bytes of the parts of a published system's step, as autopar's cost model sees them.
+"""Prices the parts of a published system's step by autopar's cost model, in seconds and bytes.
 
     model --capture, plan under pins--> kernels and collectives of one microbatch
-          --what the system fused-->    seconds of what comes before, in and after a repeated block
+          --the system's fusions-->     seconds before, in and after a repeated block
 
-A model of two layers is enough: the block's price counts as often as there are layers. Kernels are
-those of `works`, collectives those that the plan needs, both in the order of the simulator's tasks.
+A model of two layers is enough, because the price of a block is multiplied by the number of layers.
+Kernels are those of `works`, and collectives those of the plan, both in the order of the
+simulator's tasks.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def captured(
     options, trace = Options(pins=words, memory=1e16), Trace(None)
     graph = capture_graph(model, (), inputs, options, trace).graph
     plan = make_plan(graph, Mesh.parse(mesh), options, trace)
-    prices = AnalyticModel(plan.mesh)
+    prices = AnalyticModel(plan.mesh, in_step=True)
     return Captured(graph, plan, works(graph, plan, options.table), prices)
 
 

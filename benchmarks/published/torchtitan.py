@@ -207,7 +207,7 @@ def step_seconds(run: Run) -> dict[str, float]:
     each = chunked(computed, calls * (1 - waited), run.tp) + calls * waited
     worked = layers * each + first.seconds + last.seconds
     layer, whole = parameters(run)
-    prices = AnalyticModel(Mesh.parse(f"{DEVICE}: dp={run.fsdp}, tp={run.tp}"))
+    prices = AnalyticModel(Mesh.parse(f"{DEVICE}: dp={run.fsdp}, tp={run.tp}"), in_step=True)
 
     def gather(count: float) -> float:
         return prices.collective(Collective("all_gather", ("dp",), int(2 * count / run.fsdp)))
@@ -231,7 +231,9 @@ def step_seconds(run: Run) -> dict[str, float]:
 
 
 def _ring_prices(run: Run) -> AnalyticModel:
-    return AnalyticModel(Mesh.parse(f"{DEVICE}: dp={run.fsdp // run.cp}, cp={run.cp}"))
+    return AnalyticModel(
+        Mesh.parse(f"{DEVICE}: dp={run.fsdp // run.cp}, cp={run.cp}"), in_step=True
+    )
 
 
 def attention_seconds(run: Run) -> tuple[float, float]:

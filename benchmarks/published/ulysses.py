@@ -32,7 +32,7 @@ BASE = {"gpus": 256, "bsz": 256, "seq": 8192, "sp": 1, "samples4k_per_s": 60.71}
 def communication(gpus: int, tokens: int, sp: int) -> float:
     """Seconds of a step's collectives and of the copies around the exchanges."""
     mesh = Mesh.parse(f"A100-80: node={gpus // NODE}, data={NODE // sp}, sequence={sp}")
-    prices = AnalyticModel(mesh)
+    prices = AnalyticModel(mesh, in_step=True)
     element = 2 if sp == 1 else 4
     calls = [
         Collective("reduce_scatter", mesh.names, PARAMETERS * element),

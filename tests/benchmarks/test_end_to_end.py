@@ -1,4 +1,4 @@
-"""The benchmark of our plan against hand-written torch: everything trains alike."""
+"""Tests the benchmark against hand-written torch: all programs train to the same losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No plan of a Megatron-style grid is faster than the pipeline that is found."""
+"""Tests that no plan of a Megatron-style grid is faster than the pipeline that the search finds."""
 
 from __future__ import annotations
 

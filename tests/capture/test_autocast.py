@@ -1,4 +1,4 @@
-"""torch.autocast inside of a forward: captured programs cast what torch casts, bit by bit."""
+"""torch.autocast inside a forward: captured programs cast what torch casts, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is captured computes what the model does: outputs, gradients, buffers and names."""
+"""Captured graphs compute what the model computes: outputs, gradients, buffers and names."""
 
 from __future__ import annotations
 

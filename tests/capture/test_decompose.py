@@ -1,4 +1,4 @@
-"""Operators that nobody knows become their definitions, which compute the same both ways."""
+"""Unknown operators are replaced by their definitions, which compute the same in both directions."""
 
 from __future__ import annotations
 

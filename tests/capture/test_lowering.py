@@ -1,4 +1,4 @@
-"""In-place writes in a model's forward become values, and change nothing of what it computes."""
+"""In-place writes in a forward become values, without changing what the model computes."""
 
 from __future__ import annotations
 

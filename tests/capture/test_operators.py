@@ -1,4 +1,4 @@
-"""Many functions of torch: captured, they compute the same, and every operator is known."""
+"""Captures many functions of torch: graphs compute the same, and every operator is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that people make in forward: each is refused at its line, with the change that helps."""
+"""Common mistakes in a forward: each is refused at its line, with a remedy."""
 
 from __future__ import annotations
 

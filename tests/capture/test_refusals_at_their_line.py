@@ -1,4 +1,4 @@
-"""What cannot be captured is refused, at the line where a user wrote it."""
+"""Models that cannot be captured are refused at the line that the user wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""x[mask] of a mask that only the batch knows: sums, means and losses of what it selects."""
+"""x[mask] with a mask that depends on the batch: sums, means and losses of the selected rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers of tensors, flattened to names and built again."""
+"""Containers of tensors are flattened to names and rebuilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and calls that are not for autopar get an answer in words."""
+"""Wrapped models and calls that autopar does not support raise errors with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar calibrate` on tiny settings, what comes out, and planning with it."""
+"""`autopar calibrate` with tiny settings: its output, and planning with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands, run as a user runs them: on small models, with good and with bad arguments."""
+"""The commands on small models, with good and with bad arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own word on the command line, and in plan files that people edit."""
+"""Pins on the command line, and in edited plan files."""
 
 from __future__ import annotations
 

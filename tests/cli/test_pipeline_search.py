@@ -1,4 +1,4 @@
-"""`autopar plan --global-batch` on a small cluster, and what other commands make of its plans."""
+"""`autopar plan --global-batch` on a small cluster, and other commands on its plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on plans made under a calibration: its prices, or by name that they are others."""
+"""Commands on calibrated plans use the plan's own prices, or report that others are used."""
 
 from __future__ import annotations
 

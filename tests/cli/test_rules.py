@@ -1,4 +1,4 @@
-"""`autopar rules`: the list, the proofs, the audit, discovery, and the page made of them."""
+"""`autopar rules`: the list, the proofs, the audit, discovery, and the reference page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar schedules`: the list, the picture, JSON, and what is refused."""
+"""`autopar schedules`: the list, the picture, JSON, and refusals."""
 
 from __future__ import annotations
 

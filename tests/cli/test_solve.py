@@ -1,4 +1,4 @@
-"""`autopar solve`: what it prints and writes, and what it says of files that are no problems."""
+"""`autopar solve`: its output, its files, and its errors for files that are not problems."""
 
 from __future__ import annotations
 

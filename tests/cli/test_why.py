@@ -1,4 +1,4 @@
-"""`autopar why` and `why-not`: what they say of a choice is what independent plans say."""
+"""`autopar why` and `why-not` agree with plans that are made independently."""
 
 from __future__ import annotations
 

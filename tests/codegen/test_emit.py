@@ -1,4 +1,4 @@
-"""Generated source: what the model computes, and fit to read."""
+"""Generated source computes what the model computes, and is readable."""
 
 from __future__ import annotations
 

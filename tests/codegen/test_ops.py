@@ -1,4 +1,4 @@
-"""What is written for an operator computes what the operator computes, on all examples of rules."""
+"""The text of an operator computes what the operator computes, on all examples of rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration files, what they refuse, and prices read off measurements."""
+"""Calibration files, their refusals, and prices interpolated from measurements."""
 
 from __future__ import annotations
 

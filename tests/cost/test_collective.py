@@ -1,4 +1,4 @@
-"""Closed forms against rings that are played message by message, bounds and published times."""
+"""Closed forms against rings simulated message by message, bounds and published times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roofline, the table of devices, and devices that are described or unknown."""
+"""The roofline, the table of devices, and custom or unknown devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import gemm_seconds, kernel_seconds
 from autopar.cost.device import DTYPES, Device, device, devices
 from autopar.cost.model import AnalyticModel, Gemm, Work
@@ -44,35 +45,52 @@ def waves(count: int, rows: int = 256, columns: int = 128) -> tuple[int, int]:
     return count * H100.device.processors * rows, columns
 
 
-def test_an_ideal_shape_reaches_the_attainable_share() -> None:
+def without_starts(device: Device, **given: float) -> Device:
+    """The device with the largest tile alone, full clocks and no time to start or to split."""
+    table = dataclasses.replace(
+        device.products, k_half=0.0, k_latency=0.0, split=0.0, throttle=0.0, tile_rows=256.0,
+        tile_columns=128.0,
+    )  # fmt: skip
+    return dataclasses.replace(device, products=dataclasses.replace(table, **given))
+
+
+def test_an_ideal_shape_reaches_the_attainable_share_at_full_clocks() -> None:
     chip, k = H100.device, 1 << 20
     work = product(1, *waves(3), k)
-    rate = work.flops / (H100.compute(work) - chip.launch)
-    ramp = k / (k + chip.k_half)
-    assert rate == pytest.approx(989e12 * chip.matmul_efficiency * ramp, rel=1e-9)
+    rate = work.flops / gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0), "bf16")
+    ramp = k / (k + chip.products.k_half)
+    assert rate == pytest.approx(989e12 * chip.products.efficiency * ramp, rel=1e-9)
+
+
+def test_a_long_kernel_and_a_long_step_are_slower_than_a_short_kernel() -> None:
+    chip, work = H100.device, product(1, *waves(3), 1 << 20)
+    full = gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0), "bf16")
+    alone = H100.compute(work) - chip.launch
+    assert 1 < alone / full < 1 + chip.products.throttle
+    step = AnalyticModel(H100.mesh, in_step=True).compute(work) - chip.launch
+    assert step == pytest.approx(full / chip.step_efficiency, rel=1e-9)
 
 
 def test_a_row_more_than_full_waves_costs_another_tile_and_no_less() -> None:
-    m, n = waves(4)
-    full, one_more = product(1, m, n, 8192), product(1, m + 1, n, 8192)
-    gap = H100.compute(one_more) - H100.compute(full)
-    tile_m, tile_n, _ = min(H100.device.tiles, key=lambda tile: tile[0] * tile[1])
-    one = 2 * tile_m * tile_n * (8192 + H100.device.k_half) * H100.device.processors
-    assert gap >= one / (989e12 * H100.device.matmul_efficiency)
-    assert H100.compute(product(1, m + 1, n, 8192)) == H100.compute(product(1, m + 9, n, 8192))
+    chip, (m, n) = H100.device, waves(4)
+    full, one_more, some = (gemm_seconds(chip, Gemm(1, m + x, n, 8192), "bf16") for x in (0, 1, 9))
+    rows, columns, _ = min(chip.products.tiles, key=lambda tile: tile[0] * tile[1])
+    one = 2 * rows * columns * 8192 * chip.processors
+    assert one_more - full >= one / 989e12
+    assert one_more == some
 
 
 def test_with_one_tile_shape_and_no_split_a_wave_more_is_a_wave_more() -> None:
-    chip = dataclasses.replace(H100.device, tiles=((128, 128, 1.0),), k_half=0.0, processors=10)
-    wave = 2 * 10 * 128 * 128 * 4096 / (989e12 * chip.matmul_efficiency)
+    chip = dataclasses.replace(without_starts(H100.device, tile_rows=128.0), processors=10)
+    wave = 2 * 10 * 128 * 128 * 4096 / (989e12 * chip.products.efficiency)
     for tiles, expected in ((10, 1), (20, 2), (21, 3), (30, 3)):
         seconds = gemm_seconds(chip, Gemm(1, tiles * 128, 128, 4096), "bf16")
         assert seconds == pytest.approx(expected * wave, rel=1e-12), tiles
 
 
 def test_a_few_tiles_are_split_along_k() -> None:
-    chip = dataclasses.replace(H100.device, tiles=((128, 128, 1.0),), k_half=0.0)
-    alone = 2 * 128 * 128 * (1 << 20) * chip.processors / (989e12 * chip.matmul_efficiency)
+    chip = without_starts(H100.device, tile_rows=128.0)
+    alone = 2 * 128 * 128 * (1 << 20) * chip.processors / (989e12 * chip.products.efficiency)
     assert gemm_seconds(chip, Gemm(1, 128, 128, 1 << 20), "bf16") < alone / 16
 
 
@@ -81,7 +99,7 @@ def test_a_batch_is_as_many_tiles() -> None:
 
 
 def test_eight_bits_are_twice_as_fast_as_sixteen() -> None:
-    chip = dataclasses.replace(H100.device, k_half=0.0)
+    chip = without_starts(H100.device)
     half, byte = (gemm_seconds(chip, Gemm(1, 8192, 8192, 8192), d) for d in ("bf16", "f8"))
     assert half / byte == pytest.approx(1979 / 989, rel=1e-9)
 
@@ -100,12 +118,36 @@ def test_products_take_longer_in_each_dimension(
         assert price >= product(*larger).flops / chip.device.rate("bf16", True)
 
 
-def test_fused_attention_has_an_efficiency_of_its_own() -> None:
-    chip = H100.device
-    gemm = Gemm(16 * 132, 128, 4096, 256)
-    work = Work("aten.scaled_dot_product_attention", gemm.flops, 0.0, "bf16", gemm)
-    expected = gemm.flops / (989e12 * chip.attention_efficiency) + chip.launch
-    assert H100.compute(work) == pytest.approx(expected, rel=1e-9)
+def attention(samples: int, length: int, width: int) -> Work:
+    """A causal forward, with what it moves."""
+    gemm = Gemm(samples, length, (length + 1) // 2, 2 * width)
+    return Work(NAMES[0], gemm.flops, 8.0 * samples * length * width, "bf16", gemm)
+
+
+def test_fused_attention_is_faster_for_long_sequences_and_wide_heads() -> None:
+    def rate(length: int, width: int) -> float:
+        work = attention(512, length, width)
+        return work.flops / H100.compute(work)
+
+    lengths = [rate(length, 128) for length in (512, 1024, 2048, 4096, 16384)]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 2 * lengths[0]
+    assert 1.2 < rate(8192, 128) / rate(8192, 64) < 1.6
+
+
+def test_attention_at_its_longest_is_its_pairs_of_blocks() -> None:
+    """Many heads: all pairs of blocks below the diagonal and on it, and the exponentials."""
+    chip, heads, blocks = H100.device, 1 << 20, 128
+    work = attention(heads, blocks * 128, 128)
+    table = dataclasses.replace(chip.attention, start=0.0, call=0.0)
+    pairs = heads * blocks * (blocks + 1) / 2
+    computing = pairs * 4 * 128 * 128 * (128 + table.softmax) / (989e12 * table.efficiency)
+    moving = work.nbytes / (3.35e12 * table.memory)
+    made = kernel_seconds(
+        dataclasses.replace(chip, attention=table), work.op, work.flops, work.nbytes, "bf16",
+        work.gemm,
+    )  # fmt: skip
+    assert made == pytest.approx(computing + moving, rel=1e-6)
 
 
 def test_a_copy_reaches_the_bandwidth_and_a_small_one_does_not() -> None:
@@ -119,7 +161,7 @@ def test_a_copy_reaches_the_bandwidth_and_a_small_one_does_not() -> None:
 
 def test_small_kernels_cost_their_launch_and_views_nothing() -> None:
     chip = dataclasses.replace(H100.device, memory_ramp=0.0)
-    assert kernel_seconds(chip, "add", 1.0, 12.0, "f32") == pytest.approx(4e-6, rel=1e-3)
+    assert kernel_seconds(chip, "add", 1.0, 12.0, "f32") == pytest.approx(chip.launch, rel=1e-3)
     assert H100.compute(Work("view", 0.0, 0.0, "f32")) == 0
 
 
@@ -167,7 +209,8 @@ def test_every_device_has_all_keys_and_a_source() -> None:
     text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     assert {"V100", "A100-40", "A100-80", "H100", "H100-96", "H200", "B200", "cpu"} <= set(tables)
-    wanted = {field.name for field in dataclasses.fields(Device)} - {"name"}
+    wanted = {field.name for field in dataclasses.fields(Device)}
+    wanted -= {"name", "products", "attention"}
     for name, table in tables.items():
         assert set(table) == wanted, name
         assert set(table["peak"]) == set(DTYPES), name

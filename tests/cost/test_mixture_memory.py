@@ -1,4 +1,4 @@
-"""What a mixture of experts keeps and needs besides, against every storage that torch makes."""
+"""Memory of a mixture of experts, against every storage that torch allocates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.interpret import annotate
-from autopar.operators.mixture import MIXTURE, mixture
+from autopar.operators.mixture import MIXTURE, Experts, mixture
 from benchmarks.alive import Alive
 
 TOKENS, CHOICES, EXPERTS = 192, 2, 4
@@ -54,7 +54,7 @@ def test_predicted_bytes_are_measured_bytes(width: int, inner: int) -> None:
     values, gradient = given(graph, node), torch.ones(TOKENS, width)
     with Alive([*values, gradient]) as alive:
         before = alive.live
-        out = mixture(*values, "silu")
+        out = mixture(Experts(*values[:3], "silu"), *values[3:])
         kept, forward = alive.live - before, max(live for _, live in alive.curve) - before
         alive.curve.clear()
         out.backward(gradient)

@@ -1,4 +1,4 @@
-"""Which links lie under the axes of a mesh: splits, figures of their own, contention, speed."""
+"""The links under the axes of a mesh: splits, custom figures, contention, speed."""
 
 from __future__ import annotations
 

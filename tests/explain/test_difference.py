@@ -1,4 +1,4 @@
-"""Differences of plans written by hand."""
+"""Differences of hand-written plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An explanation adds up to the planner's figures, and lists what the emitted program does."""
+"""An explanation adds up to the planner's figures, and lists all that the emitted program does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Features of training as values, and how several of them make one case.
+"""Features of training as values, and combinations of them as cases.
 
-A feature says what it changes in the recipe, which plain torch follows as well, and what else it
-asks of `autopar.compile`. Nothing but this table knows features by name.
+A feature states its changes to the recipe, which plain torch follows as well, and to the options of
+`autopar.compile`. Only the table knows features by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What recipes say of a model, its optimizer and its batches, for plain torch and for autopar."""
+"""Models, optimizers and batches of recipes, for plain torch and for autopar."""
 
 from __future__ import annotations
 

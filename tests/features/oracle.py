@@ -1,4 +1,4 @@
-"""The judge: plain torch trains the whole model in one process, by the same recipe."""
+"""The oracle: plain torch trains the whole model in one process, by the same recipe."""
 
 from __future__ import annotations
 

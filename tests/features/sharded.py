@@ -1,4 +1,4 @@
-"""The same cases trained by autopar on four ranks, many in one start of these."""
+"""Trains the same cases by autopar on four ranks, many cases in one start."""
 
 from __future__ import annotations
 

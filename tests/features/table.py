@@ -1,4 +1,4 @@
-"""The features, by name. A further one is one entry: its pairs with all others follow from it."""
+"""The features by name. A new feature is one entry, which meets all others in pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says of the plans of features: it explains and simulates every one."""
+"""The command line explains and simulates the plans of all features."""
 
 from __future__ import annotations
 

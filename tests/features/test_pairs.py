@@ -1,7 +1,7 @@
-"""Features of training beside one another, against plain torch in one process.
+"""Combinations of features, against plain torch in one process.
 
-All of them in three cases here; `python -m pytest -m slow tests/features` has all pairs on both
-models, and `python benchmarks/features.py` writes these into a table.
+Three cases here cover all features; `python -m pytest -m slow tests/features` runs all pairs on
+both models, and `python benchmarks/features.py` writes them to a table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of models that features are tried on."""
+"""The kinds of models on which features are tested."""
 
 from __future__ import annotations
 

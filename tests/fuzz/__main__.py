@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz 17 23` judges these models, `python -m tests.fuzz 0-100` a range."""
+"""Tests random models: `python -m tests.fuzz 17 23` some, `python -m tests.fuzz 0-100` a range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of file and text that is read: a valid sample, and what reads it."""
+"""A valid sample of every kind of file and text that autopar reads, with its reader."""
 
 from __future__ import annotations
 

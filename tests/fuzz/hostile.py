@@ -1,4 +1,4 @@
-"""Texts that nobody should write, and that names, files and plans may hold nevertheless."""
+"""Hostile texts for names, files and plans."""
 
 from __future__ import annotations
 

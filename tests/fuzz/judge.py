@@ -1,4 +1,4 @@
-"""Random models on several ranks under random plans, against one process."""
+"""Trains random models on several ranks under random plans, and compares with one process."""
 
 from __future__ import annotations
 

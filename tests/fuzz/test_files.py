@@ -1,6 +1,6 @@
-"""Damaged and hostile files of every kind: accepted, or refused by name, soon and in little memory.
+"""Damaged and hostile files of every kind are accepted, or refused quickly with a named error.
 
-`python -m pytest tests/fuzz -m slow` tries 10,000 and more.
+Reading them needs little memory. `python -m pytest tests/fuzz -m slow` tries 10,000 and more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and lines of the user's in generated programs: data in every place, whatever they hold."""
+"""The user's names and lines in generated programs stay data, whatever they contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of every wrong type and nonsense of every right one: a named error, and soon."""
+"""Arguments of wrong types, and invalid values of right ones, raise a named error quickly."""
 
 from __future__ import annotations
 

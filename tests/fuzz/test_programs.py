@@ -1,6 +1,6 @@
-"""Random models under random plans train like one process.
+"""Random models under random plans train as in one process.
 
-`python -m tests.fuzz SEED` shows the model of a seed and judges it again.
+`python -m tests.fuzz SEED` shows the model of a seed and tests it again.
 """
 
 from __future__ import annotations

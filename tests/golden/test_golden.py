@@ -1,10 +1,9 @@
-"""Emitted programs under review: one of each kind, kept as a person would read it.
+"""Golden sources: emitted programs of each kind, for review.
 
-A change of what is printed shows in a diff of these files; read it before you commit it. After
+A change of the printed source shows in a diff of these files; read it before you commit it. To
+update the files, run
 
     python -m pytest tests/golden --update-golden
-
-they are what is printed now.
 """
 
 from __future__ import annotations

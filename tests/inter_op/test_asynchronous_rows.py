@@ -1,4 +1,4 @@
-"""Schedules that do not flush: closed forms against rows that are walked and played."""
+"""Schedules without flushes: closed forms against rows that are walked and simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complete rows: sends and receives meet, transfers overlap, and the judge sees failures."""
+"""Complete rows: sends and receives match, transfers overlap, and the checker detects failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws against the schedules that they are read off, played through."""
+"""Closed-form laws against simulations of the schedules that they describe."""
 
 from __future__ import annotations
 

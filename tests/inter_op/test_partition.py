@@ -1,4 +1,4 @@
-"""The partition against all pipelines there are, with random prices; what is asked; refusals."""
+"""The partition against an enumeration of all pipelines with random prices; its calls; refusals."""
 
 from __future__ import annotations
 

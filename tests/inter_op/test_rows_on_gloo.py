@@ -1,4 +1,4 @@
-"""Complete rows on four gloo ranks, without tags: every action gets what it needs."""
+"""Complete rows on four gloo ranks, without tags: every action receives the right values."""
 
 from __future__ import annotations
 

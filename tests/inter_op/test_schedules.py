@@ -1,7 +1,8 @@
-"""Every schedule for 1 to 8 ranks and 1 to 16 microbatches: whole, in order, as fast as published.
+"""Every schedule for 1 to 8 ranks and 1 to 16 microbatches: complete, in order, as fast as
+published.
 
-The rows are played here by a few lines that know nothing of the simulator, and the simulator is
-held against them; times and bubbles are held against formulas written out from the publications.
+A few lines here simulate the rows, sharing no code with the simulator, which is compared with them;
+times and bubbles are compared with formulas from the publications.
 """
 
 from __future__ import annotations

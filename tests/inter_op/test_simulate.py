@@ -1,4 +1,4 @@
-"""The simulator of pipelines: transfers, activations, deadlocks, and what it refuses."""
+"""The simulator of pipelines: transfers, activations, deadlocks, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-meshes: which there are, on which links their axes are priced, and where they lie."""
+"""Sub-meshes: their enumeration, the links that price their axes, and their placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our rows against those of torch.distributed.pipelining, made without processes."""
+"""Our rows against those of torch.distributed.pipelining, without processes."""
 
 from __future__ import annotations
 

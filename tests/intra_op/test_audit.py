@@ -1,4 +1,4 @@
-"""The rules forbid nothing without need, and the audit finds those that do."""
+"""The rules forbid nothing without need, and the audit detects rules that do."""
 
 from __future__ import annotations
 

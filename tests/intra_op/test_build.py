@@ -1,4 +1,4 @@
-"""Known optima of small graphs, with expected prices made from the cost model's own functions."""
+"""Known optima of small graphs, with expected prices computed by the cost model's functions."""
 
 from __future__ import annotations
 

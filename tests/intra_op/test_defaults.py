@@ -1,7 +1,7 @@
-"""An argument that a call leaves out means the same to a rule as torch's default for it.
+"""Rules and torch agree on the defaults of omitted arguments.
 
-Tracing leaves out arguments that have their default, so a rule that assumes another one reads the
-call wrongly. torch's own schemas say what the defaults are.
+A trace omits arguments that have their default, so a rule that assumes another default misreads the
+call. torch's schemas state the defaults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dimensions tied through a graph: where every size is its own prime, sizes say which are one."""
+"""Dimensions tied through a graph; if every size is another prime, sizes identify the classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What running an operator on halves tells is what the rules say that people wrote."""
+"""Rules discovered by running operators on halves equal the rules that people wrote."""
 
 from __future__ import annotations
 

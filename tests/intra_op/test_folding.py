@@ -1,8 +1,9 @@
-"""Folding loses nothing: the problem of one block of each run prices the whole, unfolded graph.
+"""Folding is exact: the problem of one block of each run prices the whole, unfolded graph.
 
-A block's function returns what it carries in one layout, after the last block too. In the unfolded
-graph this is a share behind the last block, tied to the choice of the shares before the blocks.
-With it the two problems must agree to the last byte and second on any choice, and in their optima.
+A block's function returns its carried values in one layout, after the last block too. In the
+unfolded graph this is a share after the last block, tied to the choice of the shares before the
+blocks. With it, the two problems must agree to the last byte and second on any choice, and in their
+optima.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nodes that hold different memory at different times: solvers, evaluation, JSON."""
+"""Nodes with different memory at different times: solvers, evaluation, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that the rules allow, and hand-edited ones that they do not."""
+"""Plans that the rules allow, and edited ones that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bounds leave out below a target, round after round, against enumeration."""
+"""Choices that bounds exclude below a target, round after round, against enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients beside the backward: the formula, the search for the least time, the simulator."""
+"""Overlap of gradients with the backward: the formula, the search for the least time, the
+simulator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that the user fixes: kept by every plan, refused where they fit nothing."""
+"""Pinned layouts: every plan keeps them, and those that fit nothing are refused."""
 
 from __future__ import annotations
 

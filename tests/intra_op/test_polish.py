@@ -1,4 +1,4 @@
-"""Polishing changes how a plan reads, never what it costs."""
+"""Polishing changes how a plan reads, never its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems as values: what is refused, how a choice is priced, and the contest's JSON."""
+"""Problems as values: refusals, prices of choices, and the contest's JSON."""
 
 from __future__ import annotations
 

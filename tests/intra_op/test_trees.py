@@ -1,4 +1,4 @@
-"""Blocks that are trees are made optimal at once; walks end with the best choice met."""
+"""Blocks that are trees are optimised at once; walks end with the best choice on their way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions as text, and what of it is refused."""
+"""Actions as text, and refusals of malformed text."""
 
 from __future__ import annotations
 

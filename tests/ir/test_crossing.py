@@ -1,4 +1,4 @@
-"""What crosses between two meshes is everything, once, and the gathers make the wanted layout."""
+"""Transfers between two meshes send every element once, and gathers give the wanted layout."""
 
 from __future__ import annotations
 

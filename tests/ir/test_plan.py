@@ -1,4 +1,4 @@
-"""Plans as files: round trip, whole or not at all, and hostile or damaged input."""
+"""Plans as files: round trips, atomic writes, and hostile or damaged input."""
 
 from __future__ import annotations
 

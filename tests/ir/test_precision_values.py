@@ -1,4 +1,4 @@
-"""Precisions as values: their text, what they refuse, and the bytes that follow from them."""
+"""Precisions as values: their text, refusals, and bytes."""
 
 from __future__ import annotations
 

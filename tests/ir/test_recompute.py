@@ -1,4 +1,4 @@
-"""What recomputing blocks do again, against what torch's checkpoint runs."""
+"""The operators that recomputed blocks run again, against torch's checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a graph together compute what the graph computes, and send no more than they must."""
+"""Stages of a graph together compute the same as the graph, and send no more than necessary."""
 
 from __future__ import annotations
 

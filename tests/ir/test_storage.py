@@ -1,4 +1,4 @@
-"""A parameter's collectives against those that a state sharding counts, and against arithmetic."""
+"""A parameter's collectives against those of its state sharding, and against arithmetic."""
 
 from __future__ import annotations
 

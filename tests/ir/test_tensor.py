@@ -1,4 +1,4 @@
-"""Layout notation round trips and refuses what does not fit."""
+"""Layout notation round trips, and misfits are refused."""
 
 from __future__ import annotations
 

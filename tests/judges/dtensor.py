@@ -1,9 +1,9 @@
-"""The rules judged by those of torch's DTensor, on one mesh axis of two devices.
+"""Compares the rules with those of torch's DTensor, on one mesh axis of two devices.
 
-An operator on a rule's example is traced to the operators that DTensor knows, as it would meet them
-below autograd, and every combination of placements of the operands is propagated through the trace.
-A combination is one of DTensor's where nothing has to be redistributed on the way. No process runs:
-the process group is torch's fake one.
+An operator on a rule's example is traced to the operators that DTensor sees below autograd, and
+every combination of operand placements is propagated through the trace. DTensor allows a
+combination if nothing has to be redistributed on the way. No process runs: the process group is
+torch's fake one.
 """
 
 from __future__ import annotations

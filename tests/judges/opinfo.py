@@ -1,9 +1,9 @@
-"""The rules judged by torch's own samples of its operators.
+"""Judges the rules by torch's own samples of its operators.
 
 torch tests every operator on samples that its authors wrote (OpInfo). Here each sample becomes a
-little model, which is captured as a user's model would be; the graph is compared with the operator
-called directly, and every operator of the graph runs under every strategy on 2 and on 4 devices, on
-the values that it meets in the sample, with the parts compared with the whole.
+small model, which is captured like a user's model. The graph is compared with a direct call of the
+operator, and every operator of the graph runs under every strategy on 2 and on 4 devices, on the
+values of the sample, and the parts are compared with the whole.
 """
 
 from __future__ import annotations

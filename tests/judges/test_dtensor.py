@@ -1,4 +1,4 @@
-"""What DTensor splits and the rules do not, each with its reason; a new one fails, and a stale."""
+"""Splits that DTensor allows and the rules do not, each with its reason; new and stale ones fail."""
 
 from __future__ import annotations
 

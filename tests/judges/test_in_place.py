@@ -1,7 +1,7 @@
 """Operators of ATen that write are right on buffers, on views and on local values, or refused.
 
 `python -m pytest tests/judges/test_in_place.py -m slow` tries all of them (some minutes), and
-`python -m benchmarks.in_place` writes down how each fares.
+`python -m benchmarks.in_place` writes all results to a table.
 """
 
 from __future__ import annotations

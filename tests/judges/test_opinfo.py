@@ -1,4 +1,4 @@
-"""Every operator that torch has samples of: captured alike, and right under every strategy."""
+"""Every operator with samples in torch is captured correctly, and is right under every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of kernels and the benchmark compare, and how."""
+"""Comparisons that tests of kernels and the benchmark share."""
 
 from __future__ import annotations
 

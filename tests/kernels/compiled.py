@@ -1,8 +1,7 @@
-"""Compiles kernels for GPUs that are not here, and reads off what was made of them.
+"""Compiles kernels for GPUs that are not present, and reads properties of the compiled code.
 
-A driver that runs nothing stands in for CUDA's: launchers are called with tensors that have no
-elements, and every launch compiles the kernel as that call would. ptxas and cuobjdump come with
-Triton.
+A driver that runs nothing replaces CUDA's: launchers are called with tensors that have no elements,
+and every launch compiles the kernel as that call would. ptxas and cuobjdump come with Triton.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter round as a GPU does.
+"""Makes Triton's interpreter round like a GPU.
 
-As it comes, it truncates f32 to bf16, holds bf16 as integers and calculates with their bits, and
-rounds some f32 to the wrong f8. Kernels here calculate in f32 only, so casts are mended and the
-arithmetic of bf16, which would be wrong silently, is refused.
+By default it truncates f32 to bf16, stores bf16 as integers and calculates with their bits, and
+rounds some f32 to the wrong f8. Our kernels calculate in f32 only, so casts are corrected, and
+arithmetic in bf16, which would be silently wrong, is refused.
 """
 
 from __future__ import annotations

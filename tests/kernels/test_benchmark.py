@@ -1,4 +1,4 @@
-"""The benchmark's cases hold without a GPU: what is compared computes the same thing."""
+"""The benchmark's cases without a GPU: all providers of a case compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: what the machine code holds is within budgets."""
+"""Kernels compiled for GPUs that are not present stay within budgets of registers and instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plants bugs in the kernels, one at a time, and looks whether the tests see them."""
+"""Plants bugs in the kernels, one at a time, and checks that the tests detect them."""
 
 from __future__ import annotations
 

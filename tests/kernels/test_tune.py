@@ -1,4 +1,4 @@
-"""The tuner writes what is fastest into the table of its architecture, and nothing else."""
+"""The tuner writes the fastest launches into the table of its architecture, and nothing else."""
 
 from __future__ import annotations
 

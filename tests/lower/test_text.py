@@ -1,4 +1,4 @@
-"""A lowered program reads back from its text, and says what the emitted program does."""
+"""A lowered program reads back from its text, and has the lines of the emitted program."""
 
 from __future__ import annotations
 

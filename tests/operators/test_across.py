@@ -1,6 +1,6 @@
-"""Operators on a split dimension, on four gloo ranks, against the same on the whole dimension.
+"""Operators along a split dimension, on four gloo ranks, against the whole dimension.
 
-The rules' proofs run them on threads; this is about what the ranks send one another.
+The rules' proofs run them on threads; these tests run their communication between ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`autopar.shard` does nothing outside autopar, stays in a captured graph, is read or refused."""
+"""`autopar.shard` does nothing outside autopar, stays in a captured graph, and is parsed or
+refused.
+"""
 
 from __future__ import annotations
 

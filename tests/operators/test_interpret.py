@@ -1,4 +1,4 @@
-"""Running graphs, and what autograd keeps: the prediction against hooks on a real run."""
+"""Running graphs, and predicted saved tensors against hooks on a real run."""
 
 from __future__ import annotations
 

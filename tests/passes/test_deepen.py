@@ -1,4 +1,4 @@
-"""A deepened graph is the graph that tracing the deep model gives."""
+"""A deepened graph equals the graph traced from the deep model."""
 
 from __future__ import annotations
 

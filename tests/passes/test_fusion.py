@@ -1,4 +1,4 @@
-"""Kernels are placed where models write them out, and nowhere else."""
+"""Kernels replace exactly the operators that form their patterns."""
 
 from __future__ import annotations
 

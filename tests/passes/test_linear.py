@@ -1,4 +1,4 @@
-"""Products with parameters as linears, fused projections in pieces: the same in float64."""
+"""Products with parameters become linears, and fused projections are split: the same in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes against the graph they were given: the same outputs, gradients and buffers in float64."""
+"""Passes against their input graph: the same outputs, gradients and buffers in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph on another batch is the graph that tracing the model on that batch gives."""
+"""A graph for another batch size equals the graph traced from the model on that batch."""
 
 from __future__ import annotations
 

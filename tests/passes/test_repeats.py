@@ -1,4 +1,4 @@
-"""Repeated blocks: found where they are, not found where they are not, and looped as they run."""
+"""Repeated blocks are recognised exactly where they occur, and run in a loop."""
 
 from __future__ import annotations
 

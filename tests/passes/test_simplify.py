@@ -1,4 +1,4 @@
-"""Views, casts and splits in one spelling: the same outputs, gradients and buffers in float64."""
+"""Views, casts and splits in canonical form: the same outputs, gradients and buffers in float64."""
 
 from __future__ import annotations
 

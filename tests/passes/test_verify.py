@@ -1,4 +1,4 @@
-"""Every invariant is broken once and named."""
+"""Every invariant is violated once, and the error names it."""
 
 from __future__ import annotations
 

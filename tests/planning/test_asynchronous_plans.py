@@ -1,4 +1,4 @@
-"""Plans of pipelines that do not flush: versions in memory, and the time of the steady state."""
+"""Plans of pipelines without flushes: weight versions in memory, and the steady state's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan that names algorithms: printed, priced, told, run; and one that does not, as before."""
+"""Plans that choose algorithms of collectives: printed, priced, explained and run."""
 
 from __future__ import annotations
 

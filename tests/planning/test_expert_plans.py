@@ -1,4 +1,4 @@
-"""Plans of the literature by name communicate what their papers say, on any model they fit."""
+"""Published plans communicate as their papers say, on any model that they fit."""
 
 from __future__ import annotations
 

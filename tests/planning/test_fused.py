@@ -1,4 +1,4 @@
-"""A kernel's price is below that of what it stands for, in the plan and in the simulator."""
+"""A kernel's price is below that of the operators that it replaces, in plan and simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that no plan meets: the error says how much is missing, and what would help."""
+"""Memory limits that no plan meets: the error says how much is missing, and suggests remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a plan: the problem's bound, the simulated step, limits kept, what is recorded."""
+"""Memory of a plan: the problem's bound, the simulated step, limits, and the recorded figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans in the names of dimensions: what carries a name is split as it was said."""
+"""Pins by names of dimensions: everything with a pinned dimension is split accordingly."""
 
 from __future__ import annotations
 

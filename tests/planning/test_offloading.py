@@ -1,4 +1,4 @@
-"""What lies in host memory: chosen where memory asks for it, against every other choice."""
+"""Offloading is chosen only if memory requires it, and beats every other choice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Known optima of captured models, with prices made of the cost model's own functions.
+"""Known optima of captured models, with prices computed by the cost model's functions.
 
-Figures of real clusters, models on the meta device: nothing is computed. Communication is counted
-by running the generated source on tensors without memory.
+Figures are those of real clusters, and models are on the meta device, so nothing is computed.
+Communication is counted by running the generated source on tensors without memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of planning: plans keep those they were made under; stages are searched for in Python."""
+"""Options of planning: plans keep theirs, and stages can be searched for from Python."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ OTHERS: dict[str, Any] = {
     "fuse": ("gated",),
     "offload": "optimizer",
     "update": Update.parse(["a b whole -> row[a 1], col[1 b]", "* -> momentum_buffer[*]"]),
+    "batches": "local over gpu",
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
 # A plan cannot say these: functions and files, and how its own stage came to be.
 BESIDE = {
     "loss_fn", "trace", "table", "calibration", "whole", "stages", "schedule", "global_batch",
-    "allow",
+    "allow", "stored",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Pipelines under a calibration of the whole mesh: planned, looked at and emitted by its prices."""
+"""Pipelines under a calibration of the whole mesh: planned, explained and emitted by its prices."""
 
 from __future__ import annotations
 

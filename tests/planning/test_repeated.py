@@ -1,4 +1,4 @@
-"""Stages as they run in a step: what torch keeps in flight, what is done once, plans by need."""
+"""Stages in a step: torch's memory in flight, work that is done once, plans by need."""
 
 from __future__ import annotations
 

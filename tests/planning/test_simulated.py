@@ -1,4 +1,4 @@
-"""A pipeline's plan in time, against the simulated step of the same model in one piece."""
+"""The simulation of a pipeline's plan, against the simulated step of the model without stages."""
 
 from __future__ import annotations
 

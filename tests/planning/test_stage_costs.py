@@ -1,4 +1,4 @@
-"""Stage costs of long runs of blocks, and the search that asks for them."""
+"""Prices of stages of long runs of blocks, and the search that uses them."""
 
 from __future__ import annotations
 

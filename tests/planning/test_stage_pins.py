@@ -1,4 +1,4 @@
-"""What is said of a model reaches the stages that it concerns."""
+"""Pins of a model reach the stages that contain their names."""
 
 from __future__ import annotations
 

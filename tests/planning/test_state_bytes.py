@@ -1,4 +1,4 @@
-"""Bytes of training state on every rank, counted on the tensors that are there: PaRO's Table 2."""
+"""Bytes of training state on every rank, counted on the actual tensors: PaRO's Table 2."""
 
 from __future__ import annotations
 

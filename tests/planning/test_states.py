@@ -1,4 +1,4 @@
-"""State shardings in planning: what fits where by the literature, what users may ask for."""
+"""State shardings in planning: what fits in memory by the literature, and the user's options."""
 
 from __future__ import annotations
 

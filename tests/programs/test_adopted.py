@@ -1,6 +1,6 @@
-"""Programs that take over from one another in mid-training.
+"""Programs that replace one another during training.
 
-Judged by the unsharded model in plain torch, trained without a break, in float64.
+The oracle is the unsharded model in plain torch, trained without interruption, in float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines train as a simulation of stale weights says; see `stale_weights.py`."""
+"""Asynchronous pipelines train like a simulation of stale weights; see `stale_weights.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines: what does not compose, checkpoints, saved programs, bytes, the end."""
+"""Asynchronous pipelines: unsupported combinations, checkpoints, saved programs, bytes, closing."""
 
 from __future__ import annotations
 

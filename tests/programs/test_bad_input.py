@@ -1,6 +1,6 @@
-"""Everything a user can get wrong has an error of its own name: what, where, why, what to do next.
+"""Every user error raises an error that says what, where, why and what to do next.
 
-Nothing hangs, nothing is trained wrongly, and what was being written is whole or not there.
+Nothing hangs, nothing is trained wrongly, and files are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_trained(
     program = autopar.compile(model, ONE, example_inputs=BATCH, loss_fn=squared)
     before = program.state_dict()
     for call in (program.step, program):
+        if call is program and says[0] == "f32[4, 16]":
+            assert program(**batch).shape == (4, 8)  # evaluations take any number of rows
+            continue
         error = refused(BatchError, partial(call, **batch))
         assert says[0] in error.what
         assert says[1] in error.why

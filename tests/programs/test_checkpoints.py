@@ -1,6 +1,6 @@
-"""Checkpoints of programs: whoever reads one goes on as a run that was never interrupted would.
+"""Checkpoints of programs: a run that loads one continues like an uninterrupted run.
 
-Judged by the unsharded model in plain torch, trained without a break, in float64.
+The oracle is the unsharded model in plain torch, trained without interruption, in float64.
 """
 
 from __future__ import annotations

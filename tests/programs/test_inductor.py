@@ -1,7 +1,7 @@
-"""Programs that torch.compile has compiled, segment by segment, train as those that it has not.
+"""Programs compiled by torch.compile, segment by segment, train like uncompiled ones.
 
-Most of it traces and differentiates segments as inductor does, and generates no code, which takes
-tens of seconds.
+Most tests trace and differentiate segments like inductor, but generate no code, which takes tens of
+seconds.
 """
 
 from __future__ import annotations

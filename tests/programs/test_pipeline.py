@@ -1,4 +1,4 @@
-"""Training in stages is training on one device with the same microbatches."""
+"""Training in stages equals training on one device with the same microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a pipeline that fails or dies in the middle of a step: all end soon, and name it."""
+"""A pipeline rank that fails or dies during a step: all ranks end soon, and name it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """autopar.compile end to end, on four processes, against the unsharded model in plain torch.
 
-Links that cost nothing make the planner split even these small models. Sums are of float64s.
+Free communication makes the planner split even these small models. Sums are in float64.
 """
 
 from __future__ import annotations

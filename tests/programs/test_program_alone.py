@@ -1,4 +1,4 @@
-"""autopar.compile in one process, beside the unsharded model."""
+"""autopar.compile in one process, against the unsharded model."""
 
 from __future__ import annotations
 

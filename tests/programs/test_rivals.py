@@ -1,6 +1,6 @@
-"""What planners of this kind are known to stumble over: a GPU, a process group, the second call.
+"""Known weaknesses of other planners: needing a GPU or a process group, failing at a second call.
 
-Planning must need neither device nor process, leave the model as it was, and leave nothing behind.
+Planning needs neither device nor process, leaves the model unchanged, and leaves nothing behind.
 """
 
 from __future__ import annotations

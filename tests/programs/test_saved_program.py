@@ -1,4 +1,4 @@
-"""Programs saved as folders: they run by themselves, and are written whole or not at all."""
+"""Programs saved as folders run by themselves, and are written completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaler, average, groups and schedules of pipelines, against plain torch on one device."""
+"""Scaler, average, groups and schedulers of pipelines, against plain torch on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One value that is several operands of an operator, in layouts of their own."""
+"""One value as several operands of an operator, in different layouts."""
 
 from __future__ import annotations
 

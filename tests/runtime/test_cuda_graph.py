@@ -1,4 +1,4 @@
-"""Capturing and replaying a step, on graphs that are not CUDA's: they note what was captured."""
+"""Capturing and replaying a step, on fake graphs that record what was captured."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_part_of_a_step_that_is_captured_is_the_step() -> None:
     class Once(Graph):
         def __init__(self) -> None:
             def replay() -> None:
-                loss, norm = executor._step(graph._inputs)
+                loss, norm = executor._step(executor.main, graph._inputs)
                 graph._results[0].copy_(loss)
                 graph._results[1].copy_(norm)
 
@@ -175,11 +175,11 @@ def test_the_part_of_a_step_that_is_captured_is_the_step() -> None:
 
     def step(inputs: Any) -> Results:
         if cuda.capturing is None:
-            return executor._step(inputs)
+            return executor._step(executor.main, inputs)
         return torch.zeros(()), torch.zeros((), dtype=torch.float64)
 
     cuda = Captures()
-    graph = executor.graph = CudaGraph(step, executor.update.kernel.refresh, cuda)
+    graph = executor.main.graph = CudaGraph(step, executor.update.kernel.refresh, cuda)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.9) for p in (one, other)]
     for _ in range(2 * WARM):
         assert one.step(**batch) == other.step(**batch)

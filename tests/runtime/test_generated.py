@@ -1,4 +1,4 @@
-"""What a generated module must define, may leave out, and is refused for."""
+"""Definitions that a generated module must have, may have, and must not have."""
 
 from __future__ import annotations
 

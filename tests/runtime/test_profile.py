@@ -1,4 +1,4 @@
-"""The profile of a measured step: every action on every rank, one clock, in one file."""
+"""The profile of a measured step: every action on every rank, on one clock, in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are run again in the backward, and buffers that a step writes."""
+"""Blocks that are recomputed in the backward, and buffers that a step writes."""
 
 from __future__ import annotations
 

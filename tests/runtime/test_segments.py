@@ -1,4 +1,4 @@
-"""What is cut out of a function computes the same, and the mesh is called in the same order."""
+"""Segments of a function compute the same, and the mesh is called in the same order."""
 
 from __future__ import annotations
 

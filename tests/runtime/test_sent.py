@@ -1,4 +1,4 @@
-"""Generated programs send what was priced."""
+"""Generated programs communicate what was priced."""
 
 from __future__ import annotations
 

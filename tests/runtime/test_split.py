@@ -1,4 +1,4 @@
-"""A backward in two halves gives what torch's own gives, and its first half touches no weight."""
+"""A backward in two halves gives torch's gradients, and its first half touches no weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar simulate` as a person calls it."""
+"""`autopar simulate` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine against closed forms, and against a simulation that goes on by small steps of time."""
+"""The engine against closed forms, and against a simulation in small time steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted against measured bytes: every storage that four ranks make in a training step."""
+"""Predicted against measured bytes: every storage that four ranks allocate in a training step."""
 
 from __future__ import annotations
 

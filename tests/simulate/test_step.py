@@ -1,4 +1,4 @@
-"""The tasks of a step: their time is that of all kernels and collectives, one by one."""
+"""The tasks of a step take the time of all kernels and collectives, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that keep a state of their own in buffers, as published methods do; float64."""
+"""Models with state of their own in buffers, like published methods; float64."""
 
 from __future__ import annotations
 

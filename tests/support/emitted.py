@@ -1,4 +1,4 @@
-"""Models whose programs are looked at: captured, planned and emitted once."""
+"""Models whose programs several tests inspect: captured, planned and emitted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that computes in float64 throughout, whatever its code converts to float32."""
+"""A model that computes in float64 throughout, even where its code converts to float32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models of many families, as their libraries ship them or as their papers draw them.
+"""Models of many families, from their libraries or as their papers describe them.
 
-Each builder gives a model in float64 and a batch that it takes, the same at every call. Every size
-divides by 4. Models of transformers are used as they are; see `Exact` for their float32 parts.
+Each builder returns a model in float64 and a batch for it, the same at every call. Every size
+divides by 4. Models of transformers are unchanged; see `Exact` for their float32 parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running graphs in float64 and comparing what comes out; shared by tests."""
+"""Runs graphs in float64 and compares results; shared by tests."""
 
 from __future__ import annotations
 

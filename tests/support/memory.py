@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive in a step, measured and simulated."""
+"""Bytes of live tensors in a step, measured and simulated."""
 
 from __future__ import annotations
 

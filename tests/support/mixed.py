@@ -1,4 +1,4 @@
-"""Mixed precision, groups and averages by hand, in plain torch on one device: the judges."""
+"""Mixed precision, groups and averages written by hand in plain torch on one device, as oracles."""
 
 from __future__ import annotations
 

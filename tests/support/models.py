@@ -1,8 +1,8 @@
-"""Small models of the common families, each with a batch it takes; shared by tests.
+"""Small models of the common families, each with a batch for it; shared by tests.
 
-Every size divides by 4, so that a mesh of 2 x 2 can split any dimension. Dropout is off unless
-asked for, and attention is torch's own fused operator. All run in float32 and, after `.double()`,
-in float64. `sizes` replace entries of a configuration.
+Every size divides by 4, so that a mesh of 2 x 2 can split any dimension. Dropout is off by default,
+and attention is torch's fused operator. All run in float32 and, after `.double()`, in float64.
+`sizes` replace entries of a configuration.
 """
 
 from __future__ import annotations

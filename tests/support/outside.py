@@ -1,4 +1,4 @@
-"""Models that came from outside: each once crashed the compiler, or was refused without need.
+"""Models from outside that once crashed the compiler, or were refused without need.
 
 They are small, random and in float64; every size divides by 4.
 """

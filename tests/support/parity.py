@@ -1,4 +1,4 @@
-"""Training on several ranks against training on one device, and how to compare the two."""
+"""Trains on several ranks and on one device, and compares the two."""
 
 from __future__ import annotations
 

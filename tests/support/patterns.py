@@ -1,7 +1,7 @@
-"""What well-known ways to train a transformer in parallel communicate, by the papers.
+"""The communication of well-known ways to train a transformer in parallel, by their papers.
 
-The judge of the plans in `autopar.pins`: it knows families by the names of their parameters, and
-nothing of how those plans find what they split.
+This is the oracle of the plans in `autopar.pins`: it identifies families by the names of their
+parameters, and knows nothing of how those plans find what they split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training in stages on several ranks against training on one device with the same microbatches."""
+"""Trains in stages on several ranks, and on one device with the same microbatches."""
 
 from __future__ import annotations
 

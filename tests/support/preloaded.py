@@ -1,7 +1,7 @@
-"""What every rank of a test would import and compile anew, done once by the server that forks them.
+"""Imports and compiles everything that ranks of tests need, once in the server that forks them.
 
-Importing this module is the work: torch, autopar and the models, and what a first capture and a
-first plan load besides.
+Importing this module does the work: torch, autopar, the models, and all that a first capture and a
+first plan load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine and collect what they return."""
+"""Runs a function on several gloo processes of this machine and collects the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model, plans of it, and what is expected of an error."""
+"""A small model, plans of it, and checks of errors."""
 
 from __future__ import annotations
 

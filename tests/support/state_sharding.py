@@ -1,4 +1,4 @@
-"""Training under a state sharding against training on one device, and what every rank sends."""
+"""Trains under a state sharding and on one device, and counts what every rank sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models for plans in the user's words, whose modules have names that say nothing."""
+"""Models for tests of pins, whose modules have meaningless names."""
 
 from __future__ import annotations
 

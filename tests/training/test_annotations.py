@@ -1,4 +1,4 @@
-"""Annotated models: planned as they say, by search and by propagation, and trained like others."""
+"""Annotated models are planned as annotated, by search and by propagation, and train correctly."""
 
 from __future__ import annotations
 

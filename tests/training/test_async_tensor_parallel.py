@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism beside linears: trained, priced, and left where they must."""
+"""Collectives of tensor parallelism that overlap with linears: trained, priced, and left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Buffers that forwards write, on four ranks, in stages and again in the backward, as eager has it.
+"""Buffers that forwards write, on four ranks, in stages and in recomputed blocks, as in eager
+torch.
 
 `python -m pytest tests/training/test_buffers.py -m ""` trains every model under every plan.
 """

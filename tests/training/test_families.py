@@ -1,4 +1,4 @@
-"""Models of many families are planned, and train on four processes as they do on one."""
+"""Models of many families are planned, and train on four processes as on one."""
 
 from __future__ import annotations
 

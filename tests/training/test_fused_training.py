@@ -1,4 +1,4 @@
-"""Training with kernels in the place of what models write out is the unsharded, unfused one."""
+"""Training with fused kernels equals unsharded training without them."""
 
 from __future__ import annotations
 

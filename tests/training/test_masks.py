@@ -1,4 +1,4 @@
-"""Random numbers of whole models: on the CPU those of one process, however a mesh splits them."""
+"""Random numbers of whole models: on the CPU those of one process, for any mesh."""
 
 from __future__ import annotations
 

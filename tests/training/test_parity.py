@@ -1,4 +1,4 @@
-"""Sharded training is the unsharded one: losses and parameters of 10 AdamW steps, on four ranks."""
+"""Sharded training equals unsharded: losses and parameters of 10 AdamW steps, on four ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of int8 blocks: training against plain torch that rounds alike, bytes, prices."""
+"""Collectives of int8 blocks: training against plain torch with the same rounding, bytes, prices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
-from autopar.runtime.communication.quantised import added, pack, unpack
+from autopar.runtime.communication.quantised import pack, unpack
 from tests.support.ranks import run_ranks
 from tests.support.state_sharding import Case, Jobs, Run, Tiny
 
@@ -267,8 +267,6 @@ def test_blocks_come_back_within_half_a_step() -> None:
         for block, came in zip(row.split(BLOCK, 1), found.split(BLOCK, 1), strict=True):
             step = block.abs().amax(1, keepdim=True) / 127
             assert ((block - came).abs() <= step * 0.5001).all()
-    for sums, parts in zip(added(packed, lengths, rows[0].dtype), alone, strict=True):
-        assert torch.equal(sums, parts[0] + parts[1] + parts[2])
 
 
 def test_an_overflow_is_not_lost() -> None:
@@ -351,7 +349,7 @@ def test_plan_program_and_explanation_say_that_numerics_change() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "state"),
-    [("weights=int8", "zero2"), ("gradients=int8", "ddp"), ("weights=int8", "NNG")],
+    [("weights=int8", "zero2"), ("weights=int8", "NNG")],
 )
 def test_a_state_sharding_that_sends_none_of_it_is_refused_by_name(
     precision: str, state: str

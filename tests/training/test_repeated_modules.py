@@ -1,4 +1,4 @@
-"""Blocks between transposes and modules that are applied several times, trained and simulated."""
+"""Blocks between transposes and modules that are called several times, trained and simulated."""
 
 from __future__ import annotations
 

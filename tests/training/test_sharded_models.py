@@ -1,4 +1,4 @@
-"""State shardings of GPT-2 and Llama, beside tensor parallelism, stages and recomputation."""
+"""State shardings of GPT-2 and Llama, with tensor parallelism, stages and recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every state sharding trains as one device does, and sends what PaRO's tables say."""
+"""Every state sharding trains like one device, and sends what PaRO's tables say."""
 
 from __future__ import annotations
 

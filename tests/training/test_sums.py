@@ -1,4 +1,4 @@
-"""Sums of activations over devices in a wider dtype than they are computed in."""
+"""Sums of activations over devices in a wider dtype than the model's."""
 
 from __future__ import annotations
 

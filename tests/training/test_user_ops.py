@@ -1,4 +1,4 @@
-"""The user's own operators: with a rule they are split, without one they run whole, by name."""
+"""The user's own operators are split with a rule, and run whole without one, which the plan lists."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def prices(
         if plan.calibration:
             missing = f"the plan was made with the calibration {plan.calibration}"
             _differ(missing, "no calibration is given, and closed forms differ from it", must)
-        model = AnalyticModel(plan.mesh)
+        model = AnalyticModel(plan.mesh, in_step=True)
         model.chosen = plan.collectives
         return model
     known = Calibration.load(file)

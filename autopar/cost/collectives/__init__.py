@@ -12,17 +12,19 @@ algorithm is called, by default as its file is.
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 
 from autopar.cost.collectives._rounds import Shape, Written, backwards, pipelined
-from autopar.cost.programs.collective_program import KINDS, CollectiveProgram
+from autopar.cost.programs.collective_program import MOST_RANKS, CollectiveProgram
 from autopar.errors import CollectiveError
+from autopar.ir.chosen_algorithms import KINDS
 
 Write = Callable[[Shape], Written]
-_GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
+MOST_MESSAGES = 2**20  # of a program; more take minutes to write
 
 
 @cache
@@ -76,6 +78,17 @@ def _derived(gather: Write) -> dict[str, Write]:
     return {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
+def check_name(kind: str, name: str) -> None:
+    """Raises CollectiveError if no algorithm of that name runs `kind`."""
+    found = algorithms(kind)
+    if name not in found:
+        raise CollectiveError(
+            f"there is no algorithm {name!r} for {kind}",
+            why=f"there are {', '.join(found)}",
+            todo="name one of these",
+        )
+
+
 @lru_cache(maxsize=64)
 def written(kind: str, name: str, shape: Shape, pieces: int = 1) -> CollectiveProgram:
     """Returns the program of the algorithm `name` for `kind`.
@@ -90,15 +103,23 @@ def written(kind: str, name: str, shape: Shape, pieces: int = 1) -> CollectivePr
         CollectiveError: there is no such collective or algorithm, or the sizes make no sense.
     """
     found = algorithms(kind)
-    if name not in found:
-        raise CollectiveError(
-            f"there is no algorithm {name!r} for {kind}",
-            why=f"there are {', '.join(found)}",
-            todo="name one of these",
-        )
+    check_name(kind, name)
     if pieces < 1 or not shape or min(shape) < 1:
         raise CollectiveError(
             f"{name} over {shape} in {pieces} pieces", why="sizes and pieces are at least 1"
         )
-    chunks, rounds = pipelined(found[name](shape), pieces)
+    ranks = math.prod(shape)
+    if ranks > MOST_RANKS:
+        raise CollectiveError(
+            f"{kind} by {name} over {ranks} ranks", why=f"there may be {MOST_RANKS}"
+        )
+    whole = found[name](shape)
+    messages = pieces * sum(map(len, whole[1]))
+    if messages > MOST_MESSAGES:
+        raise CollectiveError(
+            f"{kind} by {name} over {ranks} ranks in {pieces} pieces sends {messages} messages",
+            why=f"there may be {MOST_MESSAGES}",
+            todo="cut chunks into fewer pieces, or leave the call to the library",
+        )
+    chunks, rounds = pipelined(whole, pieces)
     return CollectiveProgram(kind, name, shape, chunks, rounds)

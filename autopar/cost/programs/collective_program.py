@@ -28,8 +28,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.errors import CollectiveError
+from autopar.ir.chosen_algorithms import KINDS
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MOST_RANKS, MOST_CHUNKS = 4096, 2**24
 _HEAD = re.compile(r"(\w+) by (\S+) over (\d{1,9}(?:x\d{1,9})*) in (\d{1,9}) chunks")
 _MESSAGE = re.compile(r"(\d{1,9})>(\d{1,9}) ([+=])(\d[\d,-]*)")

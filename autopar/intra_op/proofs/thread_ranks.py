@@ -80,6 +80,14 @@ class _ThreadPeers:
         head = sent[self.index - 1][1] if self.index else None
         return head, sent[self.index + 1][0] if self.index + 1 < self.size else None
 
+    def swap(self, x: Tensor) -> Tensor:
+        sent = self.table.swap(self.index, x.detach().clone())
+        return torch.stack([other[self.index] for other in sent])
+
+    def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
+        sent = self.table.swap(self.index, x.detach().clone().split(list(sends)))
+        return torch.cat([other[self.index] for other in sent])
+
 
 @dataclass
 class _Room:
@@ -104,11 +112,11 @@ class ThreadDevice(Across):
     """One device of a mesh, in its own thread."""
 
     def __init__(self, room: _Room, rank: int) -> None:
-        self.room, self.coordinate = room, room.mesh.coordinate(rank)
+        self.room, self.mesh, self.coordinate = room, room.mesh, room.mesh.coordinate(rank)
 
     def group(self, axes: Axes) -> _ThreadPeers:
         """Returns the threads along these axes."""
-        names, mesh = (axes,) if isinstance(axes, str) else tuple(axes), self.room.mesh
+        names, mesh = (axes,) if isinstance(axes, str) else tuple(axes), self.mesh
         index, size = 0, 1
         for name in names:
             index = index * mesh.axis_size(name) + self.coordinate[name]

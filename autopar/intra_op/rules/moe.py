@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from autopar.intra_op.rule import rule
-from autopar.operators.mixture import GROUPED
+from autopar.ir.graph import Node
+from autopar.ir.tensor import TensorType
+from autopar.operators.mixture import GROUPED, by_name
+
+_TERMS = {
+    "gate": "e f d!", "up": "e f d!", "down": "e d! f", "x": "... d!", "ids": "... k!",
+    "weights": "... k!", "gate_bias": "e f", "up_bias": "e f", "down_bias": "+e d!",
+}  # fmt: skip
+
+
+def _mixture(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"{', '.join(_TERMS[name] for name in by_name(node, types))} -> ... d!"
+
 
 _EXPERTS = "f64[4, 6, 3], f64[4, 6, 3], f64[4, 3, 6]"
 RULES = (
@@ -11,11 +23,16 @@ RULES = (
     # of every token's sum.
     rule(
         "autopar.mixture",
-        "e f d!, e f d!, e d! f, ... d!, ... k!, ... k! -> ... d!",
-        flops="6 ... k f d",
+        _mixture,
+        flops=lambda node, types: f"{2 * (2 + (node.args[0] is not None))} ... k f d",
+        together="e ...",  # tokens travel to their experts
         examples=(
             f"{_EXPERTS}, f64[8, 3], i64[8, 2]<4, f64[8, 2], 'silu'",
             f"{_EXPERTS}, f64[4, 2, 3], i64[4, 2, 2]<3, f64[4, 2, 2], 'gelu'",
+            f"{_EXPERTS}, f64[8, 3], i64[8, 2]<4, f64[8, 2], "
+            "'mul(add(clamp(up, -1.0, 1.0), 1), sigmoid(gate))', f64[4, 6], f64[4, 6], f64[4, 3]",
+            "None, f64[4, 6, 3], f64[4, 3, 6], f64[6, 3], i64[6, 2]<4, f64[6, 2], "
+            "'square(relu(up))', None, None, f64[4, 3]",
         ),
     ),
     # Rows are sorted by expert, so all rows and experts must be on every device.

@@ -64,14 +64,7 @@ _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 @dataclass(frozen=True)
 class _Asked:
-    """A range of layers on a logical mesh, for one of a number of microbatches.
-
-    Attributes:
-        graph: contains only a few of the layers.
-        signature: kinds of the layers with the lengths of their runs.
-        mesh: the logical mesh.
-        microbatches: number of microbatches in a step.
-    """
+    """Layers on a logical mesh, for one of several microbatches; `graph` has a few of them."""
 
     graph: Graph
     signature: Signature
@@ -179,8 +172,7 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are those of even pipelines with several chunks per rank, if these layers can be one of
-        the chunks, and a whole device.
+        They are those of even pipelines of which these layers can be one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))
@@ -317,9 +309,7 @@ class StageCosts:
         # A folded run may contain blocks of other layers too, such as one next to an embedding.
         more = [max(count - layers.BLOCKS, 0) for _, count in asked.signature if count > 1]
         more = more if len(more) == len(planned.counts) else [0] * len(planned.counts)
-        return planned, [
-            (has + added) / has for added, has in zip(more, planned.counts, strict=True)
-        ]
+        return planned, [(n + added) / n for added, n in zip(more, planned.counts, strict=True)]
 
     def _solved(self, problem: Problem) -> tuple[int, ...] | None:
         """Returns the best choice within memory, None if nothing fits."""
@@ -342,8 +332,8 @@ class StageCosts:
     def _plan(self, asked: _Asked, recompute: str) -> StageProblem:
         graph, mesh, microbatches = asked.graph, asked.mesh, asked.microbatches
         offload = parse_offload(graph, self.options.offload)
-        fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
-        fused = fused and not offload.optimizer
+        kernels = applicable(self.options.fuse, graph, self.options.precision)
+        fused = UPDATE in kernels and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
             update=self.options.update,
@@ -358,8 +348,8 @@ class StageCosts:
             fused_update=fused,
             overlapped=ASYNC in self.options.fuse,
         )
-        pins = pins_of(whole, graph, mesh, self.options)
-        built = build(graph, mesh, prices, self.options.table, given, pins=pins)
+        table, pins = self.options.table, pins_of(whole, graph, mesh, self.options)
+        built = build(graph, mesh, prices, table, given, pins=pins)
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
             (entry, node)
@@ -372,25 +362,22 @@ class StageCosts:
             -1 if (built.names[edge.a], built.names[edge.b]) in entries else grows[edge.b]
             for edge in built.problem.edges
         )
-        updates = []
-        for name, options in zip(built.names, built.options, strict=True):
+        updates, pairs = [], tuple(zip(built.names, built.options, strict=True))
+        for name, options in pairs:
             node, seconds = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        kept = tuple(
-            copies(built, graph, mesh, name, options)
-            for name, options in zip(built.names, built.options, strict=True)
-        )
-        return StageProblem(built, grows, edges, counts, tuple(updates), kept, recompute)
+        held = tuple(copies(built, graph, mesh, name, options) for name, options in pairs)
+        return StageProblem(built, grows, edges, counts, tuple(updates), held, recompute)
 
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
         """Returns the seconds of a parameter's update under each of its choices."""
         rule = self.options.update.rule(node.target, node.type.shape)
-        key = (mesh, node.type, node.requires_grad, fused, rule)
+        key = mesh, node.type, node.requires_grad, fused, rule
         known = self._updated.setdefault(key, {None: 0.0})
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:

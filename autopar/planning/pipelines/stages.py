@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ from autopar.ir.stage_graphs import alike, cut, free_values
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.plan import Plan
-from autopar.planning.fitting import ALIKE
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
@@ -34,6 +32,7 @@ from autopar.planning.pipelines.schedule_names import (
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
@@ -46,7 +45,6 @@ __all__ = [
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
-K = TypeVar("K")
 _SLACK = 0.05  # fraction by which the slowest stage may be slower, to send fewer bytes
 
 
@@ -108,21 +106,19 @@ def plan_stages(
 ) -> Plan:
     """Plans a pipeline whose cuts and devices are given.
 
-    Equal stages on equal meshes are planned once for each number of microbatches in flight that
-    makes a difference. The plan's predictions are simulated; see `planning.pipelines.simulated`.
+    Equal stages on equal meshes are planned together; see `_by_in_flight`. The plan's predictions
+    are simulated.
 
     Args:
         graph: the whole model on one microbatch, normalised, without shares and repeats.
         ends: the last node of every stage but the last.
         groups: the devices of each rank of the schedule.
         mesh: all devices.
-        microbatches: number of microbatches in a step.
-        schedule: its name and options.
-        options: for every stage.
-        trace: writes intermediate values.
+        microbatches, schedule: number of microbatches in a step; schedule with its options.
+        options, trace: for every stage.
         recompute: of each stage, in place of the option.
         beside: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
-        workers: processes that plan stages, if nothing is traced; None for this one only.
+        workers: processes that plan stages, unless something is traced.
 
     Raises:
         ScheduleError: the schedule is unknown, or does not fit the sizes.
@@ -179,7 +175,7 @@ def plan_stages(
         repeated = Repeated(microbatches, most, shared[one], further_copies(rows, one), late)
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
-    ready = _at_once(
+    ready = at_once(
         {
             (same[0], most): planning(same[0], most)
             for same in alone.values()
@@ -190,7 +186,7 @@ def plan_stages(
     plans: dict[int, StagePlan] = {}
     for same in alone.values():
         one = same[0]
-        by_count = _by_in_flight(
+        by_count = by_in_flight(
             sorted({kept[number] for number in same}),
             lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
         )
@@ -201,49 +197,6 @@ def plan_stages(
     )
     whole = Plan(fingerprint(graph), mesh, stages, microbatches, schedule)
     return replace(whole, predicted=predicted(parts, whole, options))
-
-
-def _at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict[K, StagePlan]:
-    """Makes plans, in several processes if there are any.
-
-    The last stage contains the loss and takes longest, so plans are dealt out from the last one,
-    back and forth.
-    """
-    dealt: list[list[K]] = [[] for _ in range(len(workers))]
-    for number, key in enumerate(reversed(wanted)):
-        lap, place = divmod(number, len(workers))
-        dealt[-1 - place if lap % 2 else place].append(key)
-    answers = workers.run([[wanted[key] for key in row] for row in dealt])
-    return {
-        key: plan
-        for row, plans in zip(dealt, answers, strict=True)
-        for key, plan in zip(row, plans, strict=True)
-    }
-
-
-def _by_in_flight(
-    kept: Sequence[float], planned: Callable[[float], StagePlan]
-) -> dict[float, StagePlan]:
-    """Returns plans for numbers of microbatches in flight, which are in ascending order.
-
-    A plan for many microbatches also serves fewer, and is as good if the best plan for the fewest
-    is no faster.
-    """
-    plans = {kept[-1]: planned(kept[-1])}
-    left = [(0, len(kept) - 1)]
-    while left:
-        low, high = left.pop()
-        if kept[low] not in plans:
-            plans[kept[low]] = planned(kept[low])
-        few, many = plans[kept[low]], plans[kept[high]]
-        slower = many.predicted.step_seconds > (1 + ALIKE) * few.predicted.step_seconds
-        if slower and high - low > 1:
-            middle = (low + high) // 2
-            plans[kept[middle]] = planned(kept[middle])
-            left += [(low, middle), (middle, high)]
-        else:
-            plans |= dict.fromkeys(kept[low + 1 : high], many)
-    return plans
 
 
 def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
@@ -270,15 +223,13 @@ def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
 def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
     """Cuts a graph into stages of about equal time on one device, where few bytes cross.
 
-    Repeated blocks stay whole if there are at least as many of them as stages. The slowest stage is
-    made as fast as possible; among cuts within a few per cent of that, those with the fewest bytes
-    read across them are chosen.
+    Repeated blocks stay whole if there are enough of them. Of cuts whose slowest stage is within a
+    few per cent of the fastest possible, those with the fewest bytes are chosen.
 
     Args:
         graph: normalised, without shares and repeats.
         stages: number of stages.
-        mesh: its device prices the operators.
-        options: rules and prices.
+        mesh, options: give prices and rules.
 
     Returns:
         The last node of every stage but the last.
@@ -308,14 +259,9 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
 def legal_cuts(
     graph: Graph, names: Sequence[str], blocks: Mapping[str, tuple[int, int]]
 ) -> list[int]:
-    """Returns the indices of `names` after which a stage may end.
+    """Returns the indices of `names`, operators in execution order, after which a stage may end.
 
-    A stage ends neither inside one of `blocks` nor between the write and the reads of a buffer.
-
-    Args:
-        graph: normalised.
-        names: operators in execution order.
-        blocks: operator -> its repeated block.
+    It ends neither inside one of `blocks` nor between the write and the reads of a buffer.
     """
     place = {name: at for at, name in enumerate(names)}
     held: set[int] = set()
@@ -340,8 +286,7 @@ def weights(
     Args:
         graph: normalised.
         whole: the same graph, prepared.
-        mesh: its device prices the operators.
-        options: rules and prices.
+        mesh, options: give prices and rules.
     """
     model = cost_model(mesh, options)
     seconds: dict[str, float] = {}

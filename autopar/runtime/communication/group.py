@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import LayoutError
 from autopar.ir.tensor import blocks, part_of
-from autopar.runtime.communication.quantised import added, pack, unpack
+from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.ranks.channel import Channel
 
 
@@ -150,6 +150,33 @@ class Group:
         )
         return head, tail
 
+    def swap(self, x: Tensor) -> Tensor:
+        """Sends x[i] to the rank with block i; returns, in the same places, what each has sent."""
+        if self.size == 1:
+            return x
+        order = self._by_rank()
+        sent = x[list(order)].contiguous()
+        out = torch.empty_like(sent)
+        self.calls.all_to_all(out.view(-1), sent.view(-1))
+        return out[[order.index(block) for block in range(self.size)]]
+
+    def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
+        """Sends the first sends[0] rows of x to the rank with block 0, and so on; see `Peers`."""
+        if self.size == 1:
+            return x
+        order = self._by_rank()
+        inverse = [order.index(block) for block in range(self.size)]
+        x, width = _rearranged(x, sends, order), math.prod(x.shape[1:])
+        out = x.new_empty((sum(takes), *x.shape[1:]))
+        taken = [takes[block] for block in order]
+        counts = ([rows * width for rows in taken], [sends[block] * width for block in order])
+        self.calls.all_to_all(out.view(-1), x.contiguous().view(-1), *counts)
+        return _rearranged(out, taken, inverse)
+
+    def _by_rank(self) -> tuple[int, ...]:
+        """Returns the number of each group rank's block."""
+        return tuple(start for start, _ in _parts(self.sizes, self.order, self.size))
+
     def blocks(self, extent: int) -> list[tuple[int, int]]:
         """Returns (start, length) of the blocks of all ranks, in the order of the blocks."""
         return blocks(self.sizes, extent)
@@ -210,45 +237,30 @@ class Group:
         return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def reduce_scatter_all(
-        self,
-        xs: list[Tensor],
-        dims: Sequence[int],
-        quantised: bool = False,
-        into: Tensor | None = None,
+        self, xs: list[Tensor], dims: Sequence[int], into: Tensor | None = None
     ) -> list[Tensor]:
-        """Applies `reduce_scatter` to each along its dimension; `quantised` sends int8 blocks.
+        """Applies `reduce_scatter` to each along its dimension.
 
         Empties `xs` once they are in the buffer. The result is in `into`, if that has as many
         elements and the same dtype.
         """
-        dtype = xs[0].dtype
         own = [self.own(int(x.shape[dim]))[1] for x, dim in zip(xs, dims, strict=True)]
-        sent, shapes = self._packed(xs, dims, quantised)
-        lengths = [shape.numel() for shape in shapes]
-        if quantised:
-            out = torch.empty_like(sent)
-            self.calls.all_to_all(out, sent)
-            parts: Sequence[Tensor] = added(out, lengths, dtype)
-        else:
-            fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
-            out = into if into is not None and fits else sent.new_empty(sent.shape[1])
-            self.calls.reduce_scatter(out, sent.view(-1))
-            parts = out.split(lengths)
+        sent, shapes = self._packed(xs, dims)
+        fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
+        out = into if into is not None and fits else sent.new_empty(sent.shape[1])
+        self.calls.reduce_scatter(out, sent.view(-1))
+        parts = out.split([shape.numel() for shape in shapes])
         return [
             _trimmed(part.view(shape), dim, length)
             for part, shape, dim, length in zip(parts, shapes, dims, own, strict=True)
         ]
 
-    def _packed(
-        self, xs: list[Tensor], dims: Sequence[int], quantised: bool
-    ) -> tuple[Tensor, list[torch.Size]]:
+    def _packed(self, xs: list[Tensor], dims: Sequence[int]) -> tuple[Tensor, list[torch.Size]]:
         """Packs blocks by rank; returns the buffer and the blocks' shapes; empties `xs`."""
         blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
         xs.clear()
         shapes = [block.shape[1:] for block in blocks]
         rows = [block.view(self.size, -1) for block in blocks]
-        if quantised:
-            return pack(rows), shapes
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes
 
     def gather_all(
@@ -346,6 +358,14 @@ def _parts(
 def _inner(sizes: tuple[int, ...]) -> list[int]:
     """Returns for each axis the number of blocks inside one of its parts."""
     return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _rearranged(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Returns the pieces of x, of these numbers of rows, in another order."""
+    if list(order) == list(range(len(order))):
+        return x
+    pieces = x.split(list(lengths))
+    return torch.cat([pieces[at] for at in order])
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:

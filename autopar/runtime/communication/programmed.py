@@ -60,6 +60,9 @@ Pick = Callable[[str, int], str]
 class ProgrammedChannel(Channel):
     """A channel whose collectives algorithms run; what has no program is the library's.
 
+    The library also runs, or refuses, calls on strided or boolean tensors and on sizes that do not
+    fit one another. All ranks decide alike, as they make calls with equal tensors.
+
     Args:
         channel: what messages and all other calls go through.
         pick: says the algorithm of a call.
@@ -79,7 +82,7 @@ class ProgrammedChannel(Channel):
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Adds x over the ranks, in its place; other reductions are the library's."""
         by = self._pick("all_reduce", x.nbytes)
-        if not by or op != dist.ReduceOp.SUM or not x.is_contiguous():
+        if not by or op != dist.ReduceOp.SUM or not _plain(x):
             super().all_reduce(x, op)
             return
         self._play("all_reduce", by, x.numel(), x.nbytes, [x.view(-1)])
@@ -87,7 +90,7 @@ class ProgrammedChannel(Channel):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Adds x over the ranks, and puts this rank's part into `out`; both are flat."""
         by = self._pick("reduce_scatter", x.nbytes)
-        if not by:
+        if not by or not _plain(x) or x.numel() != len(self.ranks) * out.numel():
             super().reduce_scatter(out, x)
             return
         whole = x.clone()
@@ -97,7 +100,7 @@ class ProgrammedChannel(Channel):
     def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
         """Puts every rank's x into `out`, both flat; by a program at once, ahead or not."""
         by = self._pick("all_gather", x.nbytes)
-        if not by:
+        if not by or not _plain(out) or out.numel() != len(self.ranks) * x.numel():
             return super().all_gather(out, x, ahead)
         out.narrow(0, self._me * x.numel(), x.numel()).copy_(x)
         self._play("all_gather", by, x.numel(), x.nbytes, [out])
@@ -116,7 +119,8 @@ class ProgrammedChannel(Channel):
         Those may be sent `ahead`.
         """
         by = "" if takes is not None or sends is not None else self._pick("all_to_all", x.nbytes)
-        if not by:
+        fits = _plain(x) and _plain(out) and x.numel() == out.numel()
+        if not by or not fits or x.numel() % len(self.ranks):
             return super().all_to_all(out, x, takes, sends, ahead)
         flat, into = x.view(-1), out.view(-1)
         each = flat.numel() // len(self.ranks)
@@ -128,7 +132,7 @@ class ProgrammedChannel(Channel):
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the x of a global rank into all others; the library's, but from the first rank."""
         by = self._pick("broadcast", x.nbytes)
-        if not by or source != self.ranks[0] or not x.is_contiguous():
+        if not by or source != self.ranks[0] or not _plain(x):
             super().broadcast(x, source)
             return
         self._play("broadcast", by, x.numel(), x.nbytes, [x.view(-1)])
@@ -142,6 +146,11 @@ class ProgrammedChannel(Channel):
         event = self.recorder.begin(self.name, self.ranks, f"{kind} by {by}", nbytes)
         _Run(self.handle, self.ranks, buffers).play(work)
         self.recorder.end(event)
+
+
+def _plain(x: Tensor) -> bool:
+    """Returns whether chunks of a tensor are spans of its memory, which can be added."""
+    return x.is_contiguous() and x.dtype != torch.bool
 
 
 def programmed(group: Group, by: str, chosen: ChosenAlgorithms) -> Group:
@@ -202,8 +211,11 @@ class _Run:
         # A library that sends a batch as one call returns one thing to wait for.
         works = works if len(works) == len(posted) else works * len(posted)
         for (message, views, buffer), work in zip(posted, works, strict=True):
-            finish = _once(partial(self._end, work, message, views, buffer))
             waiting = self.leaving if message.does == "send" else self.arriving
+            # What came to one chunk of a message earlier is written before it, in all its chunks.
+            written = () if message.does == "send" else message.chunks
+            earlier = [each for chunk in written for each in waiting.get(chunk, ())]
+            finish = _once(partial(self._end, work, message, views, buffer, earlier))
             for chunk in message.chunks:
                 waiting.setdefault(chunk, []).append(finish)
 
@@ -216,7 +228,16 @@ class _Run:
             return views[0]
         return views[0].new_empty(sum(view.numel() for view in views))
 
-    def _end(self, work: Any, message: _Message, views: list[Tensor], buffer: Tensor) -> None:
+    def _end(
+        self,
+        work: Any,
+        message: _Message,
+        views: list[Tensor],
+        buffer: Tensor,
+        earlier: Sequence[Callable[[], None]],
+    ) -> None:
+        for finish in earlier:
+            finish()
         work.wait()
         if message.does == "send" or buffer is views[0]:
             return

@@ -35,11 +35,6 @@ def unpack(packed: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> list[T
     return _cut(flat.view(len(packed), -1), lengths)
 
 
-def added(packed: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the sums [n] of `unpack` over parts, computed in float32."""
-    return _cut(_OPS.dequantize_reduce(*_parts(packed), BLOCK, 1.0, dtype), lengths)
-
-
 def _filled(row: Tensor) -> Tensor:
     return F.pad(row, (0, -row.shape[1] % BLOCK))
 

@@ -4,24 +4,24 @@ In mixed precision the stored tensor has the dtype in which operators compute; t
 a separate master, from which the stored tensor is rounded after every update.
 
 The collectives of a parameter are the list `Storage.hops`, which the planner priced. Parameters
-with the same collectives are sent together: their tensors are packed into one flat buffer for one
-call.
+with the same collectives are sent together, packed into one flat buffer for one call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.storage import Hop, Storage, scattered
+from autopar.ir.storage import REDUCED, Hop, Storage, scattered
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
+from autopar.runtime.communication.compressed import reduce_compressed
 
 if TYPE_CHECKING:
     from autopar.runtime.communication.communicator import Groups
@@ -44,6 +44,7 @@ class Weight:
         hops: its collectives in a step.
         sent: the dtype in which its gradient is sent.
         block: parameters of one block are gathered together.
+        memory: what compressed reductions keep of it from step to step, by their names.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Weight:
     hops: tuple[Hop, ...]
     sent: torch.dtype
     block: str = ""
+    memory: dict[str, Tensor] = field(default_factory=dict)
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Returns its collectives at one time of a step."""
@@ -335,7 +337,11 @@ def travel(
     moved = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     for place, hops in enumerate(paths):
-        moved = _moved(comm, weights, moved, hops, into if place == len(paths) - 1 else None)
+        if when not in REDUCED or not hops[0].call.compression:
+            moved = _moved(comm, weights, moved, hops, into if place == len(paths) - 1 else None)
+        elif not (place and paths[place - 1][0].further):  # the others are parts of the first
+            group, memories = comm.group(hops[0].call.axes), [weight.memory for weight in weights]
+            moved = reduce_compressed(group, moved, hops, memories, f"{when}{place}")
     return moved
 
 
@@ -374,9 +380,8 @@ def _moved(
     kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
     if kind == "all_reduce":
         return group.reduce_all(tensors)
-    if kind in ("reduce_scatter", "all_to_all"):
-        quantised = bool(hops[0].call.quantised)
-        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], quantised, into)
+    if kind == "reduce_scatter":
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], into)
     return _gather(comm, weights, tensors, hops, False)()
 
 

@@ -10,26 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
-from autopar.ir.pipeline_step import ahead, forwards, in_update
-from autopar.ir.tensor import TensorType
+from autopar.ir.pipeline_step import ahead, in_update
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.calls.batches import TOKEN, Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.interpreter import Interpreter, losses_to, phase_of
 from autopar.runtime.pipeline.messages import Post, Wires
+from autopar.runtime.pipeline.pipeline_program import PipelineProgram
 from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
-from autopar.runtime.pipeline.routes import Placement, Routes
+from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
 from autopar.runtime.pipeline.tied_copies import Copies
@@ -75,7 +79,6 @@ class Pipeline(PipelineState):
         peers = self.peers = Peers.here()
         self.rank, self.everyone = peers.rank, peers.everyone
         self.wires = Wires(peers) if peers.world > 1 else None
-        self.routes = Routes.of(modules, placement)
         # All ranks make all meshes, since groups are made by all processes together.
         runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
         self.everywhere: dict[tuple[int, int], Stage] = {}
@@ -85,13 +88,16 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     runtimes[key] = Runtime(module.mesh, device, members, seed=number)
                     runtimes[key].widened = module.widened
-                    runtimes[key].chosen = module.collectives
+                    runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
-        self.row = placement.rows[placement.row_of(self.rank)]
         self.stages = {
             key: stage for key, stage in self.everywhere.items() if stage.runtime.rank >= 0
         }
+        self.main = PipelineProgram(
+            modules, placement, inputs, self.stages, peers, self.wires, device
+        )
+        self.routes, self.row = self.main.routes, self.main.row
         self.shapes = {
             name: stage.state.shapes[name]
             for stage in self.everywhere.values()
@@ -131,14 +137,7 @@ class Pipeline(PipelineState):
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(peers.world))
         self.watch.start()
-        self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
-        batch = {
-            name: str(TensorType(t.dtype, (t.shape[0] * placement.microbatches, *t.shape[1:])))
-            if t.shape
-            else str(t)
-            for name, t in self._sizes.items()
-        }
-        self._intake = Intake(batch, device, self.everyone)
+        self._intake = Intake(device, self.everyone, self.part)
         self.continuous: Continuous | None = None
         if not placement.flushes:
             refuse_what_cannot_stream(
@@ -147,11 +146,21 @@ class Pipeline(PipelineState):
             self._intake.overlaps = True
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1
-            self._interpreter = self._played(self._post(), [])
+            self._interpreter = self._played(self.main.post(), [])
             self.continuous = Continuous(
                 self.stages, placement, self.row, self._interpreter, self.update, self.everyone,
                 self._intake.differences,
             )  # fmt: skip
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        return self.main.part
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The types of the inputs of all microbatches, by name."""
+        return self.main.types
 
     def close(self) -> None:
         """Give back threads, descriptors and process groups; no call works from then on.
@@ -195,9 +204,10 @@ class Pipeline(PipelineState):
         with self.watch, self.peers.recorder.step():
             with part(PHASE, "batch"):
                 options = self.update.options()
-                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                compared = options if self.update.compared else {}
+                inputs = self._prepare(self.main, batch, "step", compared)
                 self.update.begin(options)
-                parts = self._parts(inputs)
+                parts = self.main.parts(inputs)
             if self.continuous is None:
                 return self._flushed(self.row, inputs, parts)
             if self.placement.first and self.update.check.steps <= self.placement.first[0]:
@@ -214,7 +224,7 @@ class Pipeline(PipelineState):
             if stage.runtime.gradients is not None:
                 stage.runtime.gradients.drop()
         with self._states(row) as enter:
-            played = self._played(self._post(), losses)
+            played = self._played(self.main.post(), losses)
             share = self.update.scale / self.placement.microbatches
             played.begin(parts, 0, enter, lambda stage: share)
             for phase, actions in groupby(row, key=phase_of):
@@ -295,9 +305,6 @@ class Pipeline(PipelineState):
         for stage in self.stages.values():
             stage.writes.settle()
 
-    def _post(self) -> Post:
-        return Post(self.routes.ways, self.rank, self.device, self.wires)
-
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """This rank's part of the mean of all microbatches' losses."""
         if losses and any(stage.reports_loss for stage in self.stages.values()):
@@ -321,7 +328,11 @@ class Pipeline(PipelineState):
         return total
 
     def _prepare(
-        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+        self,
+        program: PipelineProgram,
+        batch: Mapping[str, Tensor],
+        call: str,
+        options: Mapping[str, str] | None = None,
     ) -> Tensors:
         """The batch on this device, after checks."""
         if not self.loaded:
@@ -330,76 +341,49 @@ class Pipeline(PipelineState):
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, call, options)
-
-    def _parts(self, inputs: Tensors) -> list[Tensors]:
-        """The microbatches."""
-        return [
-            {name: self._slice(name, inputs[name], number) for name in self._sizes}
-            for number in range(self.placement.microbatches)
-        ]
-
-    def _slice(self, name: str, value: Tensor, number: int) -> Tensor:
-        shape = self._sizes[name].shape
-        return value.narrow(0, number * shape[0], shape[0]) if shape else value
+        return self._intake.take(batch, program.types, call, options)
 
     # Without gradients ---------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensors:
-        """The outputs by name, whole and on every rank; raises what `step` raises.
+    def forward(
+        self, batch: Mapping[str, Tensor], program: PipelineProgram | None = None
+    ) -> Evaluated:
+        """Run a forward that changes nothing; raises what `step` raises.
 
-        Those of the microbatches stand in a row along their first dimension; of scalars it is the
-        mean.
+        Args:
+            batch: the tensors by name.
+            program: the program to run, by default the first.
         """
+        program = program or self.main
         with self.watch, self.peers.recorder.within("evaluation"):
-            parts = self._parts(self._prepare(batch, "forward"))
+            inputs = self._prepare(program, batch, "forward")
             self._drain()
             self.update.check.settle(self._intake.differences)
-            row, found = forwards(self.row), {}
+            return program.forward(inputs)
 
-            def result(stage: Stage, action: Action, made: Tensors) -> None:
-                for name, value in made.items():
-                    if not name.startswith("%"):
-                        _, shape, layout = stage.module.outputs[name]
-                        whole_value = stage.runtime.unshard(value, layout, shape)
-                        found[name, action.microbatch] = stage.writes.apart(whole_value)
+    def add(
+        self,
+        modules: Sequence[Generated],
+        placement: Placement,
+        inputs: Mapping[str, str],
+        values: Mapping[str, Tensor],
+    ) -> PipelineProgram:
+        """Take further programs of all stages over the same parameters; every rank calls it.
 
-            with self._states(row) as enter:
-                played = Interpreter(self.stages, self.routes, self._post(), self.peers.recorder)
-                played.begin(parts, 0, enter, lambda stage: 1.0)
-                played.results = result
-                for action in row:
-                    played.do(action)
-            played.post.finish()
-            self._settle()
-            return self._everywhere(found)
+        Args:
+            modules: the loaded program of every stage.
+            placement: where they run, and when.
+            inputs: the types of the inputs of one microbatch, by name.
+            values: whole buffers and constants by name, for those that only they read.
 
-    def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
-        """The outputs of all microbatches, put together, on every rank."""
-        outputs: Tensors = {}
-        for number, module in enumerate(self.modules):
-            for name, (dtype, shape, _) in module.outputs.items():
-                if name.startswith("%"):
-                    continue
-                pieces = []
-                for microbatch in range(self.placement.microbatches):
-                    value = found.get((name, microbatch))
-                    if value is None:
-                        value = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
-                    pieces.append(self._from(self._speaker(number, microbatch), value))
-                if shape:
-                    outputs[name] = torch.cat(pieces)
-                else:
-                    outputs[name] = torch.stack(pieces).sum() / len(pieces)
-        return outputs
-
-    def _speaker(self, stage: int, microbatch: int) -> int:
-        """The first rank that does the forward of a stage on a microbatch."""
-        copy = next(
-            action.copy
-            for row in self.placement.rows
-            for action in row
-            if action[:3] == ("F", stage, microbatch)
+        Raises:
+            ProgramError: they store a parameter in another way.
+        """
+        with self.watch:
+            stages = {
+                (number, copy): stage.beside(modules[number], values)
+                for (number, copy), stage in self.stages.items()
+            }
+        return replace(
+            self.main, modules=modules, placement=placement, inputs=inputs, stages=stages
         )
-        return self.placement.ranks[copy][stage][0]

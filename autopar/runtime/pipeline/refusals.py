@@ -120,7 +120,8 @@ def _refuse_sums(module: Generated, device: torch.device) -> None:
         hops = storage.hops(
             parameter.type, module.mesh, trained=parameter.trainable, precision=parameter.precision
         )
-        if any(hop.call.kind != "all_reduce" for hop in hops) or parameter.has_master:
+        plain = all((hop.call.kind, hop.call.compression) == ("all_reduce", "") for hop in hops)
+        if not plain or parameter.has_master:
             _refuse(
                 f"the parameter {parameter.name!r} where sums of gradients arrive steps later",
                 "its gradient is not summed by one all_reduce in the dtype of the update",

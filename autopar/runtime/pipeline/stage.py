@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.action import Action
+from autopar.runtime.calls.variant import variant_of
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
@@ -75,6 +76,23 @@ class Stage:
             self.runtime, self.state.parameters, self.tensors, self.module.bucket
         )
         self.updated = dict(zip(keys, self.weights.updated, strict=True))
+
+    def beside(self, module: Generated, values: Mapping[str, Tensor]) -> Stage:
+        """Returns the stage under another program, over the same tensors.
+
+        Args:
+            module: the loaded program, with the same layouts of parameters.
+            values: constants that only it reads, by name, whole.
+
+        Raises:
+            ProgramError: it stores a parameter in another way.
+        """
+        known = self.state.parameters
+        variant = variant_of(module, self.runtime, known, self.named, values)
+        other = Stage(module, self.runtime, self.number, self.copy, self.state)
+        other.tensors, other.weights, other.updated = self.tensors, self.weights, self.updated
+        other.named, other.writes = dict(variant.named), variant.writes
+        return other
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

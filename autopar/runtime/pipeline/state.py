@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.runtime.batches import Intake
+from autopar.runtime.calls.batches import Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.update import Update
 
 
@@ -38,6 +39,7 @@ class PipelineState:
     watch: Watch
     _intake: Intake
     device: torch.device
+    peers: Peers
     everyone: Channel | None
     loaded: bool
     continuous: Continuous | None
@@ -53,14 +55,6 @@ class PipelineState:
         """Run what is under way to its end, where a schedule does not flush."""
         if self.continuous is not None:
             self.continuous.drain()
-
-    def _from(self, rank: int, value: Tensor) -> Tensor:
-        """What `rank` holds, on every rank."""
-        if self.everyone is None:
-            return value
-        value = value.contiguous()
-        self.everyone.broadcast(value, rank)
-        return value
 
     @property
     def held(self) -> list[Held]:
@@ -99,7 +93,7 @@ class PipelineState:
                     value = torch.empty(
                         self.shapes[name], dtype=TORCH_DTYPES[dtype], device=self.device
                     )
-                full[name] = self._from(stage.runtime.ranks[0], value)
+                full[name] = self.peers.from_rank(stage.runtime.ranks[0], value)
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
     def _whole(self, stage: Stage, name: str, average: bool) -> Tensor:
@@ -136,7 +130,7 @@ class PipelineState:
             names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
             full = whole(next(values[n] for n in names if n in values))
             if from_first:
-                full = self._from(0, full.detach().to(self.device, copy=True))
+                full = self.peers.from_rank(0, full.detach().to(self.device, copy=True))
             for stage in self.stages.values():
                 if name in stage.state.names:
                     stage.weights.take(stage.state, name, full)

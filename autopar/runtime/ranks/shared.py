@@ -16,6 +16,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autopar.runtime import torch_private
 from autopar.runtime.ranks.channel import Channel
@@ -90,6 +91,14 @@ class Peers:
         if whole not in _OF_DEFAULT_GROUP:
             _OF_DEFAULT_GROUP[whole] = cls(whole)
         return _OF_DEFAULT_GROUP[whole]
+
+    def from_rank(self, rank: int, value: Tensor) -> Tensor:
+        """Returns what `rank` holds; every process calls it with a tensor of that type."""
+        if self.everyone is None:
+            return value
+        value = value.contiguous()
+        self.everyone.broadcast(value, rank)
+        return value
 
     def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
         """Returns channels of groups of ranks; every process must ask for them at the same point.

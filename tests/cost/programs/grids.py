@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost.collectives import algorithms
-from autopar.cost.programs.collective_program import KINDS
+from autopar.ir.chosen_algorithms import KINDS
 
 ALGORITHMS = [(kind, name) for kind in KINDS for name in algorithms(kind)]
 

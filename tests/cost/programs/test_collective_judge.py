@@ -1,4 +1,4 @@
-"""Every algorithm computes its collective on every grid; a program that is broken is caught."""
+"""Every algorithm computes its collective on every grid; broken programs are detected."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from autopar.cost import collectives
 from autopar.cost.collectives import algorithms, written
 from autopar.cost.programs import collective_program
 from autopar.cost.programs.collective_judge import judge
-from autopar.cost.programs.collective_program import KINDS, CollectiveProgram, Message, Post
+from autopar.cost.programs.collective_program import CollectiveProgram, Message, Post
 from autopar.errors import CollectiveError
+from autopar.ir.chosen_algorithms import KINDS
 from tests.cost.programs.grids import ALGORITHMS
 
 RING = """\

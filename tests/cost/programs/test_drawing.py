@@ -1,4 +1,4 @@
-"""Pictures and traces show every message once, on its sender, when it is under way."""
+"""Pictures and traces show every message once, on its sender, while it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MSCCL++'s execution plans: read, judged and priced; ours are written and read back."""
+"""MSCCL++'s execution plans are read, checked and priced; ours are written and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Played prices equal the closed forms, keep to what links can carry, and published times."""
+"""Simulated prices equal closed forms and published times, and respect the capacity of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as they are after an accident or in an attack, drawn from a seed."""
+"""Files after an accident or an attack, generated from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that fail: at every operation on the disk, unheard, and of what is not finite."""
+"""Failing saves: at every disk operation, without a reader of the error, and of non-finite values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged or forged: refused by name, or loaded exactly as they were saved.
+"""Damaged and forged checkpoints are refused by name, or load exactly as saved.
 
 python -m pytest tests/runtime/checkpoint/test_forged.py -m slow     # 4,000 mutations
 """

@@ -1,4 +1,4 @@
-"""Jobs that save into one folder at once, and readers: all orders of what they do to the disk.
+"""Concurrent saves into one folder, and readers, in all orders of their disk operations.
 
 python -m pytest tests/runtime/checkpoint/test_interleavings.py -m slow     # 1,300, two minutes
 """

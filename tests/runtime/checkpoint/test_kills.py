@@ -1,4 +1,4 @@
-"""Ranks that are killed while a checkpoint is written: the last good one stays, and a job goes on.
+"""Ranks that are killed during a save: the last good checkpoint stays, and training resumes.
 
 python -m pytest tests/runtime/checkpoint/test_kills.py -m slow     # 30 kills
 """

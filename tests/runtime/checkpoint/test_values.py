@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: boxes of tensors that devices hold, and values as text."""
+"""The values in a checkpoint: boxes of tensors, and their text."""
 
 from __future__ import annotations
 

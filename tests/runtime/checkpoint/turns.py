@@ -1,8 +1,8 @@
-"""Programs that share a file system, one operation at a time, in an order drawn from a seed.
+"""Runs programs on a shared file system, one operation at a time, in an order drawn from a seed.
 
-Actors are threads of which one runs at a time: each stops before every operation, and who goes on
-is drawn. An actor may be killed at an operation: then it does nothing more to the disk, whatever it
-does to clean up, and its locks go as those of a process do.
+Each program is a thread, of which one runs at a time: it stops before every operation, and the next
+one to run is drawn. A program may be killed at an operation. Then it does nothing more to the disk,
+even to clean up, and its locks are released like those of a dead process.
 """
 
 from __future__ import annotations

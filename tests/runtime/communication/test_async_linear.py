@@ -1,7 +1,7 @@
-"""Linears beside a collective against the two apart, with torch's operators in its own reference.
+"""Linears that overlap with a collective, against the two run separately, on torch's reference.
 
-torch implements them for CUDA. Beside that it says what they compute (`_fused_*_fallback`), which
-stands here for them on the CPU, behind a check of what the kernels for CUDA ask for.
+torch implements these operators for CUDA, with a reference implementation (`_fused_*_fallback`).
+The reference replaces them here on the CPU, after a check of what the CUDA kernels require.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Every resharding step on four gloo ranks, against the definition of a layout.
 
-`hold` deals a global value out to the ranks as a layout says, `read` puts it together again and
-checks that copies agree; both are written from the notation's definition alone. A step is the
-identity of the global value, so its adjoint is the identity of the global gradient; the gradient of
-a value is held in the layout with partial and varying exchanged.
+`hold` distributes a global value to the ranks by a layout, `read` reassembles it and checks that
+copies agree; both follow from the notation's definition alone. A step is the identity of the global
+value, so its adjoint is the identity of the global gradient; the gradient of a value has the layout
+with partial and varying exchanged.
 """
 
 from __future__ import annotations

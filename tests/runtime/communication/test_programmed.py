@@ -1,4 +1,4 @@
-"""Every algorithm on gloo ranks: what the library's own call gives, and the same bits on all."""
+"""Every algorithm on gloo ranks gives the result of the library's call, bitwise equal on all ranks."""
 
 from __future__ import annotations
 

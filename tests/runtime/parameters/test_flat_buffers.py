@@ -1,4 +1,4 @@
-"""Flat buffers: a launch of AdamW's kernel for a group, and a step that waits for nothing."""
+"""Flat buffers: one launch of AdamW's kernel for a group, and a step that never waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.batches import TOKEN
+from autopar.runtime.calls.batches import TOKEN
 from autopar.runtime.parameters import flat_buffers as flat
 from autopar.runtime.parameters.flat_buffers import Flat, neighbours
 from autopar.runtime.update import adamw
@@ -187,7 +187,7 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
     executor = program._executor
     executor.update.check.late = True  # as on a CUDA device
     before = {name: value.clone() for name, value in program.state_dict().items()}
-    inputs = executor._prepare(batch, "step")
+    inputs = executor._prepare(executor.main, batch, "step")
     if how:
         loss, token = torch.ones(()), inputs[TOKEN]
         seen = Seen(loss, token, inputs, 1, executor._add_up, executor._intake.differences)
@@ -195,7 +195,7 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
             executor.update.step(executor._squares, seen)
     else:
         with NoWaiting():
-            executor._step(inputs)
+            executor._step(executor.main, inputs)
     assert program.scaler.good == good + 1
     assert not program.scaler.skipped
     assert any(not torch.equal(v, before[k]) for k, v in program.state_dict().items())

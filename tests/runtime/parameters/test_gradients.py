@@ -1,4 +1,4 @@
-"""Gradients that are reduced beside the backward are those that are moved within it."""
+"""Gradients reduced asynchronously equal those reduced within the backward."""
 
 from __future__ import annotations
 

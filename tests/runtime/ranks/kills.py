@@ -1,4 +1,4 @@
-"""Kills and stops random ranks at random moments, and prints how the others end.
+"""Kills and stops random ranks at random moments, and prints how the other ranks end.
 
 OMP_NUM_THREADS=1 python -m tests.runtime.ranks.kills --seed 0 --count 50
 OMP_NUM_THREADS=1 python -m tests.runtime.ranks.kills --seed 1000 --count 20 --kind pipeline

@@ -1,4 +1,4 @@
-"""Ranks that are called with different arguments, batches or calls: all refuse, and name what."""
+"""Ranks with different arguments, batches or calls: all ranks refuse, and name the difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, BatchError, RanksDifferError
-from autopar.runtime.batches import _checksum
+from autopar.runtime.calls.batches import _checksum
 from autopar.runtime.ranks.agreement import compare_ranks, text_of
 from tests.support.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""Ranks that stop between steps: all others end in time and say what that rank did."""
+"""Ranks that stop between steps: all others end in time and say what that rank did last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four processes without a launcher: when one fails, all end soon and name it."""
+"""Four processes without a launcher: if one fails, all end soon and name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of ranks: what they hold, what they say together, and damaged ones."""
+"""Records of ranks: their contents, the diagnosis from all of them, and damaged ones."""
 
 from __future__ import annotations
 

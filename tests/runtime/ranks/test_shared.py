@@ -1,4 +1,4 @@
-"""What programs take of the system and give back: process groups, threads, descriptors."""
+"""Programs release all system resources: process groups, threads, descriptors."""
 
 from __future__ import annotations
 

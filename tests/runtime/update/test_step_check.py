@@ -1,4 +1,4 @@
-"""Steps that are not finite: on all ranks alike, and nothing but the step itself is lost."""
+"""Non-finite steps: handled in the same way on all ranks, losing only the step itself."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, BatchError, RanksDifferError
 from autopar.operators.interpret import tensor_type
+from autopar.runtime.calls.input_parts import WHOLE, Part
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.channel import Channel
 
@@ -28,6 +29,7 @@ _SMALL = 2**16  # up to this size in bytes, a checksum covers the bytes themselv
 _ROW = 1021  # a prime, so that reordered samples change the sums
 _BITS = 20  # of a token; see `step_check.py`
 _KEPT = 64  # latest calls that are compared one by one to find a difference
+_MOST = 2**62 - 1
 TOKEN = "%token"  # no input has such a name
 
 
@@ -39,20 +41,24 @@ class _Call:
         kind: such as "step".
         inputs: checksums of its inputs by name.
         options: texts of options that must agree, by name.
+        part: the part of the batch that the rank passes.
+        types: dtypes and shapes of its inputs by name.
     """
 
     kind: str
     inputs: dict[str, int]
     options: dict[str, str]
+    part: int = 0
+    types: tuple[tuple[str, str], ...] = ()
 
 
 class Intake:
-    """Takes the batches of one program.
+    """Takes the batches of one executor.
 
     Args:
-        wanted: types of the inputs by name, "i64[8, 16]".
         device: the device of this rank.
         everyone: the channel of all participating ranks; None for a single rank.
+        part: the part of a batch that this rank passes.
 
     Attributes:
         overlaps: whether a rank may begin a call before others have ended the previous one, so that
@@ -62,28 +68,33 @@ class Intake:
 
     def __init__(
         self,
-        wanted: Mapping[str, str],
         device: torch.device,
         everyone: Channel | None,
+        part: Part = WHOLE,
     ) -> None:
-        self._wanted, self._device = dict(wanted), device
+        self._device, self._part = device, part
         self._everyone, self.overlaps = everyone, False
         self.compared = _COMPARED_CALLS
         self._reset()
 
     def _reset(self) -> None:
         """Starts comparing from scratch, after ranks have differed."""
-        self._calls, self._host = 0, 0
+        self._calls, self._host, self._own = 0, 0, 0
         self._away = torch.zeros((), dtype=torch.int64, device=self._device)
         self._past: deque[_Call] = deque(maxlen=_KEPT)
 
     def take(
-        self, batch: Mapping[str, Tensor], kind: str, options: Mapping[str, str] | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        types: Mapping[str, str],
+        kind: str,
+        options: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
         """Checks a batch and moves it to this rank's device.
 
         Args:
             batch: whole tensors by name.
+            types: dtypes and shapes of the program's inputs by name, "i64[8, 16]".
             kind: of the call, "step".
             options: texts of options that must agree, by name.
 
@@ -97,13 +108,14 @@ class Intake:
         # Compare before any rank refuses its batch, so that the others do not wait for it.
         self.meet(kind, batch, options)
         given_types = {name: str(tensor_type(value)) for name, value in batch.items()}
-        for name in {**self._wanted, **given_types}:
-            wanted, given = self._wanted.get(name), given_types.get(name)
+        for name in {**types, **given_types}:
+            wanted, given = types.get(name), given_types.get(name)
             if wanted != given:
                 raise BatchError(
                     f"the input {name!r} is {given or 'missing'}",
                     why=f"the program was compiled for {wanted or 'no such input'}",
-                    todo="pass batches of one shape, or compile again for this one",
+                    todo="pass batches of one shape, or shapes=8 to compile, which then takes as "
+                    "many shapes as they come",
                 )
         taken = {name: value.to(self._device) for name, value in batch.items()}
         return taken | {TOKEN: self._token()}
@@ -120,8 +132,14 @@ class Intake:
         self._calls += 1
         given = sorted((batch or {}).items())
         inputs = {name: self._checksum(name, value) for name, value in given}
-        self._past.append(_Call(kind, inputs, dict(options or {})))
-        self._host = zlib.crc32(f"{self._host} {self._past[-1]}".encode())
+        types = tuple((name, str(tensor_type(value))) for name, value in given)
+        call = _Call(kind, inputs, dict(options or {}), self._part.rank, types)
+        self._past.append(call)
+        if self._part.world == 1:
+            self._host = zlib.crc32(f"{self._host} {call}".encode())
+        else:
+            self._host = zlib.crc32(f"{self._host} {kind} {call.options} {types}".encode())
+            self._own = zlib.crc32(f"{self._own} {inputs}".encode())
         often = self._device.type == "cpu" and not self.overlaps
         compared = often or self._calls <= self.compared or batch is None
         if compared and not self._alike():
@@ -138,49 +156,77 @@ class Intake:
 
     def _token(self) -> Tensor:
         """Returns a number for all calls so far, f64[] on the device."""
-        token: Tensor = (self._away + self._host) & (2**_BITS - 1)
+        away = self._away if self._part.world == 1 else torch.zeros_like(self._away)
+        token: Tensor = (away + self._host) & (2**_BITS - 1)
         return token.double()
 
     def _alike(self) -> bool:
-        """Returns whether all ranks have made the same calls."""
+        """Returns whether all ranks make the same calls, those of one part on equal inputs."""
         assert self._everyone is not None
-        number = (int(self._away) * _ROW + self._host) & (2**62 - 1)
-        span = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
+        parts = self._part.world
+        numbers: list[int | None]
+        if parts == 1:
+            numbers = [(int(self._away) * _ROW + self._host) & _MOST]
+        else:
+            own = (int(self._away) * _ROW + self._own) & _MOST
+            numbers = [self._host, *(own if n == self._part.rank else None for n in range(parts))]
+        pairs = [(-_MOST, -_MOST) if n is None else (n, -n) for n in numbers]
+        span = torch.tensor(pairs, dtype=torch.int64, device=self._device)
         self._everyone.all_reduce(span, dist.ReduceOp.MAX)
-        return int(span[0]) == -int(span[1])
+        return bool((span[:, 0] == -span[:, 1]).all())
 
     def differences(self) -> AutoparError:
         """Returns the error that says how the ranks differ; all of them call it."""
         ranks = gathered(list(self._past))
         self._reset()
         for calls in zip(*ranks, strict=False):
+            first: dict[int, tuple[int, _Call]] = {}
             for rank, call in enumerate(calls):
-                if call != calls[0]:
-                    return _difference(rank, calls[0], call)
-        return _of_batches("every rank takes its part of one global batch")
+                if (call.kind, call.options) != (calls[0].kind, calls[0].options):
+                    return _difference(0, rank, calls[0], replace(call, inputs=calls[0].inputs))
+                if self._part.world > 1 and call.types != calls[0].types:
+                    return _of_sizes(rank, dict(calls[0].types), dict(call.types))
+                other, alike = first.setdefault(call.part, (rank, call))
+                if call != alike:
+                    return _difference(other, rank, alike, call)
+        return _of_batches("ranks that pass one part of a batch pass the same one")
 
 
-def _difference(rank: int, first: _Call, other: _Call) -> AutoparError:
-    """Returns the error that says how a rank's call differs from the first rank's."""
+def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> AutoparError:
+    """Returns the error that says how a rank's call differs from that of an earlier rank."""
     where = f"rank {rank}"
     if first.kind != other.kind:
         return RanksDifferError(
             "the ranks make different calls",
             where=where,
-            why=f"rank 0 calls {first.kind}, rank {rank} calls {other.kind}",
+            why=f"rank {first_rank} calls {first.kind}, rank {rank} calls {other.kind}",
             todo="make the same calls in one order on every rank",
         )
     for name in {**first.inputs, **other.inputs}:
         if first.inputs.get(name) != other.inputs.get(name):
-            return _of_batches(f"the input {name!r} of rank {rank} is not that of rank 0")
+            return _of_batches(
+                f"the input {name!r} of rank {rank} is not that of rank {first_rank}"
+            )
     names = {**first.options, **other.options}
     name = next(name for name in names if first.options.get(name) != other.options.get(name))
     mine, its = (call.options.get(name, "nothing") for call in (first, other))
     return RanksDifferError(
         f"the ranks differ in {name}",
         where=where,
-        why=f"rank 0 has {mine}, rank {rank} has {its}",
+        why=f"rank {first_rank} has {mine}, rank {rank} has {its}",
         todo="change the optimizer's options in the same way on every rank",
+    )
+
+
+def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> BatchError:
+    """Parts of a batch that differ in size."""
+    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+    types = (types.get(name, "missing") for types in (other, first))
+    return BatchError(
+        "the ranks pass parts of different sizes",
+        where=f"rank {rank}",
+        why="the input {!r} of it is {}, of rank 0 {}".format(name, *types),
+        todo="pass parts of one size: drop the last batch (drop_last=True), or pad it",
     )
 
 
@@ -188,7 +234,8 @@ def _of_batches(why: str) -> BatchError:
     return BatchError(
         "the ranks have different batches",
         why=why,
-        todo="pass the same whole batch on every rank (the same seed, no DistributedSampler)",
+        todo="pass the same whole batch on every rank (the same seed, no DistributedSampler), or "
+        'pass batches="local" to compile',
     )
 
 

@@ -1,4 +1,4 @@
-"""How plans are made to fit, with plans whose peaks are written down; what solvers are told."""
+"""Fitting plans into memory, with given peaks; options that solvers receive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.plan_entries import Prediction
-from autopar.planning.fitting import LATER, Fitted, _seconds, _supported, fitting
+from autopar.planning.within_memory import LATER, Fitted, _seconds, _supported, fitting
 from autopar.stage_plan import StagePlan
 
 LEAST = 30.0  # bytes that every choice holds at least

@@ -1,0 +1,48 @@
+"""Seconds of fused attention.
+
+A processor runs blocks of queries, each through the blocks of keys that it sees (Dao,
+"FlashAttention-2", arXiv 2307.08691, section 3.2). For a pair of blocks it computes the products,
+whose time grows with the width of a head, and exponentials, whose time does not, which is why
+narrow heads are slow (Shah et al., "FlashAttention-3", arXiv 2407.08608, section 3.2). Under a
+causal mask the pairs on the diagonal are computed whole. The time is
+
+    call + memory + (work^3 + chain^3)^(1/3)
+
+where `work` shares all pairs and starts of blocks among the processors, and `chain` is the longest
+row of pairs, one after another. Backwards five products take the place of two.
+"""
+
+from __future__ import annotations
+
+from autopar.cost.kernel_tables import Attention
+from autopar.cost.work import Gemm
+
+NAMES = ("aten.scaled_dot_product_attention", "aten.scaled_dot_product_attention backward")
+BLOCK = 128  # queries or keys of a block
+BLEND = 3.0
+
+
+def attention_seconds(
+    table: Attention, gemm: Gemm, rate: float, processors: int, moving: float, backward: bool
+) -> float:
+    """Returns the seconds of a call.
+
+    Args:
+        table: the device's constants.
+        gemm: m queries, n keys (half of them under a causal mask), k the widths of all products.
+        rate: FLOP/s of the device's matrix units.
+        processors: how many blocks are computed at a time.
+        moving: seconds to move the operands at the whole bandwidth of memory.
+        backward: whether it is the backward.
+    """
+    causal = gemm.n == (gemm.m + 1) // 2 and gemm.m > 1
+    rows, last = -(-gemm.m // BLOCK), min(gemm.m, BLOCK) / BLOCK
+    keys = -(-(2 * gemm.n if causal else gemm.n) // BLOCK)
+    pairs = rows * (keys + 1) / 2 if causal else float(rows * keys)
+    # Exponentials are computed once in either direction; a forward's k is twice the width.
+    width = gemm.k + 2 * table.softmax
+    one = 2.0 * BLOCK * BLOCK * width * processors / (rate * table.efficiency)
+    work = gemm.batch * (pairs + rows * table.start) * one * last / processors
+    chain = (keys + table.start) * table.block_latency * last * gemm.k / (2 * BLOCK)
+    seconds = float((work**BLEND + chain**BLEND) ** (1 / BLEND))
+    return table.call + moving / table.memory + seconds / (table.backward if backward else 1.0)

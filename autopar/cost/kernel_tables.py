@@ -1,0 +1,139 @@
+"""Tables of what kernels attain on devices, fitted to measurements (`tables/*.csv`).
+
+The first lines of each file say where the measurements come from, which rows were fitted and how
+far the others are off. A row holds the constants of one formula for one device; `measured` names
+the device whose measurements they were fitted to, which is another one where none are public: then
+the constants, which are relative to the device's own peaks, are taken over.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import ClassVar, Self
+
+from autopar.errors import CostError
+
+# Rows and columns of the results' tiles of libraries on GPUs, largest first.
+TILES = (
+    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
+    (32, 64), (64, 32), (16, 64), (64, 16),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """The constants of one formula on one device.
+
+    Attributes:
+        measured: the device whose measurements were fitted; "" if none were.
+        error: median of the relative errors on measurements that were not fitted, 0 if unknown.
+        spread: their 90th percentile.
+    """
+
+    FILE: ClassVar[str] = ""
+
+    measured: str = ""
+    error: float = 0.0
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, device: str) -> Self:
+        """Returns the row of a device.
+
+        Raises:
+            CostError: the table has no row for it, or other columns.
+        """
+        known = _rows(cls.FILE)
+        if device not in known:
+            raise CostError(
+                f"tables/{cls.FILE} has no row for the device {device!r}",
+                why=f"its rows are {', '.join(known)}",
+                todo="add one: fit measurements with `autopar devices fit`, or name a like device",
+            )
+        row, keys = known[device], [field.name for field in fields(cls)]
+        if set(row) != {"device", *keys}:
+            raise CostError(
+                f"tables/{cls.FILE} has the wrong columns",
+                why=f"missing or unknown: {', '.join(sorted(set(row) ^ {'device', *keys}))}",
+            )
+        return cls(**{key: row[key] if key == "measured" else float(row[key]) for key in keys})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Products(Row):
+    """How matrix products use one device; formulas and reasons stand in cost/compute.py.
+
+    Attributes:
+        efficiency: share of the matmul peak that the largest tile attains in a short kernel.
+        k_half: the start of a tile takes as long as this many more of its terms in 16 bits.
+        k_latency: least seconds a term, however small the tile, in 16 bits.
+        small_tile: how much more a tile of 64 x 64 loads, in units of its computing time / 2.
+        split: seconds that splitting k takes beside its bytes.
+        memory, memory_small: shares of the memory bandwidth of large and of small transfers.
+        memory_ramp: bytes at which half of the small share's loss is over.
+        throttle: how much longer a long kernel computes, as clocks fall: 0.2 is a fifth.
+        throttle_after: seconds of computing at which half of that is reached.
+        tile_rows, tile_columns: the only tile, 0 for those of GPUs.
+    """
+
+    FILE: ClassVar[str] = "products.csv"
+
+    efficiency: float = 0.5
+    k_half: float = 0.0
+    k_latency: float = 0.0
+    small_tile: float = 0.0
+    split: float = 0.0
+    memory: float = 0.7
+    memory_small: float = 0.7
+    memory_ramp: float = 0.0
+    throttle: float = 0.0
+    throttle_after: float = 1.0
+    tile_rows: float = 1
+    tile_columns: float = 1
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int, float], ...]:
+        """Rows, columns and relative rate of each tile: the smaller, the more it loads a product.
+
+        A tile of m x n loads m + n values for m n products, so that its time for one grows with
+        1/m + 1/n.
+        """
+        if self.tile_rows:
+            return ((int(self.tile_rows), int(self.tile_columns), 1.0),)
+        loads = [1 + self.small_tile * 64 * (1 / rows + 1 / columns) for rows, columns in TILES]
+        return tuple((*tile, loads[0] / load) for tile, load in zip(TILES, loads, strict=True))
+
+
+@dataclass(frozen=True)
+class Attention(Row):
+    """How fused attention uses one device; the formula stands in cost/attention_seconds.py.
+
+    Attributes:
+        efficiency: share of the matmul peak that the two products attain.
+        softmax: exponentials of a score take as long as this many more widths of a head.
+        start: a block of queries starts for as long as it takes for this many blocks of keys.
+        block_latency: least seconds from one block of keys of width 128 to the next.
+        memory: share of the memory bandwidth with which queries, keys and values are moved.
+        call: seconds of a call beside these.
+        backward: rate of the backward relative to the forward's.
+    """
+
+    FILE: ClassVar[str] = "attention.csv"
+
+    efficiency: float = 0.5
+    softmax: float = 0.0
+    start: float = 0.0
+    block_latency: float = 0.0
+    memory: float = 0.7
+    call: float = 10e-6
+    backward: float = 0.8
+
+
+@cache
+def _rows(file: str) -> dict[str, dict[str, str]]:
+    text = resources.files("autopar.cost").joinpath("tables", file).read_text(encoding="utf-8")
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return {row["device"]: row for row in csv.DictReader(lines)}

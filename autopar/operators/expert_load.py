@@ -1,0 +1,133 @@
+"""How often the experts of a mixture are chosen: equally, by Zipf's law, or as measured.
+
+    "equal"              every expert as often as the others
+    "zipf 0.8"           expert i in proportion to 1 / (i + 1) ** 0.8, popular ones side by side
+    "0.4 0.3 0.2 0.1"    these shares, which are made to sum to one
+
+The busiest device sets the pace. With experts split over devices it has `imbalance` times the rows
+that it would have under equal load (the same figure as "max / mean load" in Wang et al.,
+"Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, plus one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from autopar.errors import OptionError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.mixture import MIXTURE
+
+LOAD = "load"  # a keyword of the operator, for prices only
+_EXPERTS = 2**16
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """A distribution of tokens over experts; prints as the text that `parse` reads.
+
+    Attributes:
+        exponent: of Zipf's law; 0 is equal load.
+        measured: a share for each expert; empty for Zipf's law.
+    """
+
+    exponent: float = 0.0
+    measured: tuple[float, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> ExpertLoad:
+        """Returns the distribution that a text says; raises OptionError if it says none."""
+        words = text.split()
+        try:
+            if words in ([], ["equal"]):
+                return cls()
+            if words[0] == "zipf" and len(words) == 2:
+                return cls(_number(words[1]))
+            if len(words) <= _EXPERTS:
+                shares = tuple(map(_number, words))
+                if sum(shares) > 0:
+                    return cls(0.0, tuple(share / math.fsum(shares) for share in shares))
+        except ValueError:
+            pass
+        raise OptionError(
+            f"cannot read the load of experts {text[:50]!r}",
+            todo='write "equal", "zipf 0.8", or a share for each expert, "0.4 0.3 0.2 0.1"',
+        )
+
+    def __str__(self) -> str:
+        if self.measured:
+            return " ".join(f"{share:.6g}" for share in self.measured)
+        return f"zipf {self.exponent:g}" if self.exponent else "equal"
+
+    def shares(self, experts: int) -> tuple[float, ...]:
+        """Returns each expert's share of the rows; they sum to one.
+
+        Raises:
+            OptionError: it was measured of another number of experts.
+        """
+        if self.measured and len(self.measured) != experts:
+            raise OptionError(
+                f"a load of {len(self.measured)} experts is given",
+                why=f"the model has a mixture of {experts}",
+                todo="pass a share for each of them",
+            )
+        weights = self.measured or [(i + 1.0) ** -self.exponent for i in range(experts)]
+        return tuple(weight / math.fsum(weights) for weight in weights)
+
+    def imbalance(self, experts: int, axes: Sequence[str], mesh: Mesh) -> float:
+        """Returns the rows of the busiest device relative to those of an average one.
+
+        Args:
+            experts: their number.
+            axes: the axes that split them, outermost first.
+            mesh: the devices.
+        """
+        if not axes:
+            return 1.0
+        shares, layout = self.shares(experts), Layout((tuple(axes),))
+        parts = []
+        for place in product(*(range(mesh.axis_size(axis)) for axis in axes)):
+            at = dict(zip(axes, place, strict=True))
+            ((start, length),) = layout.bounds((experts,), mesh, at)
+            parts.append(math.fsum(shares[start : start + length]))
+        return max(parts) * len(parts)
+
+
+def imbalance(node: Node, up: TensorType, layout: Layout, mesh: Mesh) -> float:
+    """Returns the imbalance of a mixture's devices, by its keyword; 1 without one.
+
+    Args:
+        node: the mixture.
+        up, layout: type and layout of the weights of its experts.
+        mesh: the devices.
+    """
+    text = node.keyword(LOAD)
+    if not isinstance(text, str):
+        return 1.0
+    return ExpertLoad.parse(text).imbalance(up.shape[0], layout.dims[0], mesh)
+
+
+def with_load(graph: Graph, load: ExpertLoad) -> Graph:
+    """Returns `graph` with mixtures whose prices assume a load.
+
+    Raises:
+        OptionError: it was measured of another number of experts.
+    """
+    nodes = []
+    for node in graph.nodes:
+        if node.op == MIXTURE:
+            load.shares(graph[node.inputs[0]].type.shape[0])
+            node = replace(node, kwargs=(*node.kwargs, (LOAD, str(load))))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _number(word: str) -> float:
+    value = float(word)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError
+    return value

@@ -1,0 +1,129 @@
+"""Plans of programs over parameters that another program stores already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.errors import PinError, StageError
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
+from autopar.ir.storage import Storage
+from autopar.lower.parameter_keys import leaf_key
+from autopar.plan import Plan
+from autopar.planning.options import Options
+from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
+
+
+def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple[Graph, Plan]:
+    """Plans a further call of a model, whose parameters stay where a first plan stores them.
+
+    Args:
+        first: the graph of the first plan.
+        plan: the first plan.
+        graph: of the same parameters, in another mode or on another batch; prepared, or normalised
+            only if the plan is a pipeline.
+        options: those of the first plan.
+
+    Returns:
+        The graph that the new plan is for, and the plan. Stages and their devices are the same.
+
+    Raises:
+        InfeasibleError: it does not fit into memory.
+        StageError: no cut gives each stage the parameters that it stores.
+    """
+    if not plan.is_pipeline:
+        stored = storages_of(first, plan.stages[0])
+        graph = _with_equal_blocks(graph, stored)
+        return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
+    parts = stage_graphs(first, plan.ends, Trace(None))
+    ends = _ends_like(parts, graph)
+    graphs = stage_graphs(graph, ends, Trace(None))
+    stages = []
+    for before, stage, after, end in zip(parts, plan.stages, graphs, (*ends, ""), strict=True):
+        found = _planned(after, stage, storages_of(before, stage), options)
+        stages.append(replace(found, end=end, starts=stage.starts))
+    return graph, replace(plan, graph=fingerprint(graph), stages=tuple(stages))
+
+
+def storages_of(graph: Graph, plan: StagePlan) -> dict[str, Storage]:
+    """Returns the storage of every parameter by its key in the program.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+    """
+    return {
+        leaf_key(leaf): plan.storage(
+            graph.template[leaf.name], graph.template[graph.users[leaf.name][0]]
+        )
+        for leaf in graph.leaves("param")
+        if graph.users[leaf.name]
+    }
+
+
+def _planned(
+    graph: Graph, before: StagePlan, stored: Mapping[str, Storage], options: Options
+) -> StagePlan:
+    """The plan of a graph in one piece.
+
+    Pins that do not apply to this batch are left out: too few rows for the axis of data, say.
+    """
+    asked = replace(options, stored=stored)
+    try:
+        return make_plan(graph, before.mesh, asked, Trace(None))
+    except PinError:
+        return make_plan(graph, before.mesh, replace(asked, pins=None), Trace(None))
+
+
+def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
+    """The graph without runs of equal blocks whose parameters are stored unequally.
+
+    Blocks that differ in training alone, as by the rate of a dropout, may be stored so.
+    """
+    leaves = {leaf.name: stored.get(leaf_key(leaf)) for leaf in graph.leaves("param")}
+    equal = tuple(
+        repeat
+        for repeat in graph.repeats
+        if len({tuple(leaves.get(name) for name in block) for block in repeat.iterations}) == 1
+    )
+    return graph if equal == graph.repeats else replace(graph, repeats=equal)
+
+
+def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
+    """The ends of stages that hold the same parameters.
+
+    A stage ends in front of the first operator that needs a parameter, or what is computed from
+    one, that only later stages hold.
+
+    Raises:
+        StageError: an earlier stage's parameter is needed behind that.
+    """
+    holders: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for leaf in part.leaves("param"):
+            holders.setdefault(leaf.target, set()).add(number)
+    latest: dict[str, int] = {}  # value -> the first stage that can have all it needs
+    for node in graph.nodes:
+        own = min(holders.get(node.target, {0})) if node.op == "param" else 0
+        latest[node.name] = max([own, *(latest[name] for name in node.inputs)])
+    operators = [node for node in graph.nodes if not node.is_leaf]
+    ends = []
+    for number in range(len(parts) - 1):
+        place = next(n for n, node in enumerate(operators) if latest[node.name] > number)
+        ends.append(operators[place - 1].name)
+        for node in operators[place:]:
+            for name in node.inputs:
+                held = holders.get(graph[name].target, ()) if graph[name].op == "param" else ()
+                if held and max(held) <= number:
+                    raise StageError(
+                        "the stages cannot evaluate the model",
+                        where=str(node.source),
+                        why=f"the parameter {graph[name].target!r} of stage {max(held)} is needed "
+                        "behind parameters of later stages",
+                        todo="evaluate under a plan without stages",
+                    )
+    return tuple(ends)

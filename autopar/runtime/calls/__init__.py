@@ -1,0 +1,1 @@
+"""Calls of a program: the batch that it is given, the program that takes it, and its results."""

@@ -1,0 +1,155 @@
+"""The programs of all stages as one: what a pipeline runs, to train or to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from autopar.ir.action import Action, Row
+from autopar.ir.pipeline_step import forwards
+from autopar.ir.tensor import TensorType
+from autopar.operators.interpret import TORCH_DTYPES, tensor_type
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part, local_types, part_of
+from autopar.runtime.generated import Generated
+from autopar.runtime.pipeline.interpreter import Interpreter
+from autopar.runtime.pipeline.messages import Post, Wires
+from autopar.runtime.pipeline.random_states import random_states
+from autopar.runtime.pipeline.routes import Placement, Routes
+from autopar.runtime.pipeline.stage import Stage, Tensors
+from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """The programs of all stages, on this rank.
+
+    Attributes:
+        modules: the loaded program of every stage.
+        placement: where they run, and when.
+        inputs: of one microbatch: name -> dtype, global shape and layout, "i64[8@data, 16]".
+        stages: those of this rank, by number and copy.
+        peers, wires: the other ranks.
+        device: of this rank.
+    """
+
+    modules: Sequence[Generated]
+    placement: Placement
+    inputs: Mapping[str, str]
+    stages: Mapping[tuple[int, int], Stage]
+    peers: Peers
+    wires: Wires | None
+    device: torch.device
+
+    @cached_property
+    def routes(self) -> Routes:
+        """Which values go from stage to stage."""
+        return Routes.of(self.modules, self.placement)
+
+    @cached_property
+    def row(self) -> Row:
+        """What this rank does in a step."""
+        return self.placement.rows[self.placement.row_of(self.peers.rank)]
+
+    @property
+    def _runtime(self) -> Runtime:
+        """The mesh of a stage of this rank."""
+        return next(iter(self.stages.values())).runtime
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        return part_of(self.inputs, self._runtime)
+
+    @cached_property
+    def _sizes(self) -> dict[str, TensorType]:
+        return local_types(self.inputs, self._runtime)
+
+    @cached_property
+    def types(self) -> dict[str, str]:
+        """The types of this rank's inputs of all microbatches, by name."""
+        count = self.placement.microbatches
+        whole = {
+            name: TensorType(t.dtype, (t.shape[0] * count, *t.shape[1:])) if t.shape else t
+            for name, t in self._sizes.items()
+        }
+        return {name: str(type) for name, type in whole.items()}
+
+    def parts(self, inputs: Mapping[str, Tensor]) -> list[Tensors]:
+        """Returns the inputs of each microbatch, by name."""
+        return [
+            {name: self._slice(name, inputs[name], number) for name in self._sizes}
+            for number in range(self.placement.microbatches)
+        ]
+
+    def _slice(self, name: str, value: Tensor, number: int) -> Tensor:
+        shape = self._sizes[name].shape
+        return value.narrow(0, number * shape[0], shape[0]) if shape else value
+
+    def post(self) -> Post:
+        """Returns what the messages of a step go through."""
+        return Post(self.routes.ways, self.peers.rank, self.device, self.wires)
+
+    @torch.no_grad()
+    def forward(self, inputs: Mapping[str, Tensor]) -> Evaluated:
+        """Returns the outputs, whole and on every rank; changes nothing.
+
+        Those of the microbatches stand in a row along their first dimension; of scalars it is the
+        mean.
+        """
+        row, found = forwards(self.row), dict[tuple[str, int], Tensor]()
+
+        def result(stage: Stage, action: Action, made: Tensors) -> None:
+            for name, value in made.items():
+                if not name.startswith("%"):
+                    _, shape, layout = stage.module.outputs[name]
+                    found[name, action.microbatch] = stage.runtime.unshard(value, layout, shape)
+
+        runtime = self._runtime
+        count, post = self.placement.microbatches, self.post()
+        with random_states(row, self.modules, count, runtime, self.peers.everyone) as enter:
+            played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
+            played.begin(self.parts(inputs), 0, enter, lambda stage: 1.0)
+            played.results = result
+            for action in row:
+                played.do(action)
+        post.finish()
+        for stage in self.stages.values():
+            stage.writes.drop()
+        outputs = self._everywhere(found)
+        layouts = {name: str(tensor_type(value)) for name, value in outputs.items()}
+        return Evaluated(outputs, layouts, lambda: outputs)
+
+    def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
+        """The outputs of all microbatches, put together, on every rank."""
+        outputs: Tensors = {}
+        for number, module in enumerate(self.modules):
+            for name, (dtype, shape, _) in module.outputs.items():
+                if name.startswith("%"):
+                    continue
+                pieces = []
+                for microbatch in range(self.placement.microbatches):
+                    value = found.get((name, microbatch))
+                    if value is None:
+                        value = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                    pieces.append(self.peers.from_rank(self._speaker(number, microbatch), value))
+                if shape:
+                    outputs[name] = torch.cat(pieces)
+                else:
+                    outputs[name] = torch.stack(pieces).sum() / len(pieces)
+        return outputs
+
+    def _speaker(self, stage: int, microbatch: int) -> int:
+        """The first rank that does the forward of a stage on a microbatch."""
+        copy = next(
+            action.copy
+            for row in self.placement.rows
+            for action in row
+            if action[:3] == ("F", stage, microbatch)
+        )
+        return self.placement.ranks[copy][stage][0]

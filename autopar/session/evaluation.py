@@ -1,0 +1,131 @@
+"""Evaluation: what a model returns for a batch, as parts that lie where they were computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor
+
+from autopar.capture.capture import Captured
+from autopar.errors import ProgramError
+from autopar.operators.expert_load import ExpertLoad
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.executor import Executor
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.session.further_programs import Runnable
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `Session.eval_step`.
+
+    Attributes:
+        captured: the call of the model.
+        outputs: its results on this rank.
+    """
+
+    captured: Captured
+    outputs: Evaluated
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss, a scalar, the same on every rank; None if the call has none."""
+        graph = self.captured.graph
+        named = {node: name for name, node in graph.outputs}
+        return None if graph.loss is None else self.outputs.shards[named[graph.loss]]
+
+    @property
+    def local(self) -> Any:
+        """What the model returns, with this rank's part of each tensor; see `layouts`."""
+        return self.captured.output.rebuild(self.outputs.shards)
+
+    @property
+    def layouts(self) -> Mapping[str, str]:
+        """Output name -> its dtype, global shape and layout, "f32[8@data, 16, 96]"."""
+        return self.outputs.layouts
+
+    def whole(self) -> Any:
+        """What the model returns, with whole tensors; every rank calls it."""
+        return self.captured.output.rebuild(self.outputs.gather())
+
+
+class Evaluating(ABC):
+    """The evaluations of a session.
+
+    Attributes:
+        training: whether steps may be made; see `eval`.
+    """
+
+    training: bool
+
+    @abstractmethod
+    def _ready(self) -> Executor | Pipeline:
+        """Returns the executor; raises ProgramError before the first batch."""
+
+    @abstractmethod
+    def _ready_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """Returns the program for a call, and the batch by name."""
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
+        """Evaluate the model on one batch; nothing of the training changes.
+
+        The model is captured a second time, in evaluation, and its program reads the parameters
+        where the training stores them. So dropout is off and running statistics stay. Batches may
+        have another shape than those of the training, and lack its labels; each kind is compiled
+        when it comes for the first time.
+
+        Args:
+            *args: positional arguments of the batch, whole on every rank.
+            **kwargs: keyword arguments of the batch.
+
+        Returns:
+            The loss, and this rank's parts of the outputs.
+
+        Raises:
+            BatchError: the batch differs between ranks, or more kinds of batches came than a
+                session compiles.
+            RankFailedError: another rank failed.
+            AutoparError: see `compile`.
+        """
+        program, inputs = self._ready_for(args, kwargs, training=False)
+        return Evaluation(program.captured, program.forward(inputs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns in evaluation, as whole tensors on every rank; see `eval_step`."""
+        return self.eval_step(*args, **kwargs).whole()
+
+    def eval(self) -> Self:
+        """Refuse steps until `train` is called; evaluations are the same in both."""
+        self.training = False
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Allow steps, or refuse them with `mode=False`."""
+        self.training = mode
+        return self
+
+    def expert_load(self, *args: Any, **kwargs: Any) -> list[ExpertLoad]:
+        """Returns how often a batch chooses the experts of every mixture, in their order.
+
+        Every rank calls it. `str` of one is an `expert_load` for `autopar.plan`, and its
+        `imbalance` says how many times the rows of an average device the busiest one has.
+
+        Raises:
+            ProgramError: the program is a pipeline.
+            BatchError, RanksDifferError, RankFailedError: as for `step`.
+        """
+        program, inputs = self._ready_for(args, kwargs, training=False)
+        executor = self._ready()
+        if isinstance(executor, Pipeline):
+            raise ProgramError(
+                "the load of experts is not measured in pipelines",
+                why="each stage sees its own mixtures only",
+                todo="compile with stages=1 and call it there",
+            )
+        return executor.expert_load(partial(program.forward, inputs))

@@ -1,0 +1,196 @@
+"""Variants of a session: programs for evaluation and for batches of other shapes, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from autopar.capture.capture import Captured
+from autopar.errors import BatchError, CaptureError, ProgramError
+from autopar.operators.interpret import tensor_type
+from autopar.planning.capturing import Call
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.executor import Executor
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.session.compiled import Compiled, Running
+
+EVALUATED = 8  # programs of a session that evaluate, each for batches of one shape
+
+
+class Compiles(Protocol):
+    """Compiles calls of a model; see `compiler.py`."""
+
+    def __call__(self, call: Call) -> Compiled:
+        """Returns the first call, compiled."""
+
+    def variant(self, call: Call, first: Compiled) -> Compiled:
+        """Returns a further call whose program reads parameters where the first stores them."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in evaluation, as after `model.eval()`."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in before:
+            module.training = False
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A program of a session.
+
+    Attributes:
+        captured: the call that it is for.
+        types: of its inputs, by name, "i64[8, 16]".
+        step: trains on a batch.
+        forward: evaluates a batch.
+    """
+
+    captured: Captured
+    types: Mapping[str, str]
+    step: Callable[[Mapping[str, Tensor]], Tensor]
+    forward: Callable[[Mapping[str, Tensor]], Evaluated]
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Returns a batch as inputs by name, None if it is of another structure or shape."""
+        try:
+            inputs = self.captured.inputs.flatten(args, kwargs)
+        except BatchError:
+            return None
+        alike = self.types == {name: str(tensor_type(value)) for name, value in inputs.items()}
+        return inputs if alike else None
+
+
+@dataclass
+class Variants:
+    """The programs of one session, which share parameters and optimizer.
+
+    Args:
+        model: the user's.
+        first: what the session began with.
+        executor: runs them.
+        compiler: compiles a further one.
+        running: how they run.
+    """
+
+    model: nn.Module
+    first: Compiled
+    executor: Executor | Pipeline
+    compiler: Compiles
+    running: Running
+    _programs: dict[bool, list[Runnable]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        executor = self.executor
+        self.main = Runnable(self.first.captured, executor.types, executor.step, executor.forward)
+        unchanged = not any(module.training for module in self.model.modules())
+        self._programs = {True: [self.main], False: [self.main] if unchanged else []}
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]] | None:
+        """Returns the program for a batch, and the batch by name; None if there is none yet."""
+        for program in self._programs[training]:
+            inputs = program.takes(args, kwargs)
+            if inputs is not None:
+                return program, inputs
+        return None
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Runnable:
+        """Compiles the program for a batch; every rank calls it.
+
+        Raises:
+            BatchError: there are programs for as many shapes as there may be.
+            CaptureError, InfeasibleError: see `autopar.compile`.
+        """
+        programs = self._programs[training]
+        most = self.running.shapes if training else EVALUATED
+        if training and isinstance(self.executor, Pipeline):
+            raise BatchError(
+                "stages train on batches of one shape",
+                why="the schedule and its messages are for microbatches of one size",
+                todo="pad the batch, or drop the last one (drop_last=True)",
+            )
+        if len(programs) >= most:
+            raise BatchError(
+                f"the batch has a shape beyond the {most} that the program is compiled for",
+                why="every shape is planned and compiled by itself",
+                todo="pad batches to fewer shapes"
+                + (f", or pass shapes={2 * most} to compile" if training else ""),
+            )
+        call = Call(self.model, args, kwargs)
+        with nullcontext() if training else evaluating(self.model):
+            try:
+                compiled = self.compiler.variant(call, self.first)
+            except CaptureError as error:
+                raise self._misfit(args, kwargs, error) from error
+        self._refuse_other_dtypes(compiled)
+        if compiled is self.first:
+            added = replace(self.main, captured=compiled.captured)
+        else:
+            added = self._loaded(compiled)
+        programs.append(added)
+        return added
+
+    def _refuse_other_dtypes(self, compiled: Compiled) -> None:
+        """BatchError unless inputs have the dtypes of the first batch; a trace may not notice."""
+        first = {leaf.target: leaf.type for leaf in self.first.captured.graph.leaves("input")}
+        for leaf in compiled.captured.graph.leaves("input"):
+            known = first.get(leaf.target, leaf.type)
+            if known.dtype != leaf.type.dtype:
+                raise BatchError(
+                    f"the input {leaf.target!r} is {leaf.type}",
+                    why=f"the program was compiled for {known}",
+                    todo="pass batches of one dtype",
+                )
+
+    def _misfit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
+    ) -> BatchError:
+        """The error of a batch on which the model cannot be captured, though it was on the first.
+
+        Raises:
+            BatchError: the batch has another structure than the first.
+        """
+        inputs = self.first.captured.inputs.flatten(args, kwargs)
+        given = ", ".join(f"{name} {tensor_type(value)}" for name, value in inputs.items())
+        wanted = ", ".join(f"{name} {type}" for name, type in self.first.inputs.items())
+        return BatchError(
+            f"the model does not take the batch {given}",
+            where=error.where,
+            why=f"{error.why or error.what}; the first batch was {wanted}",
+            todo="pass batches like the first, whose number of rows may differ",
+        )
+
+    def _loaded(self, compiled: Compiled) -> Runnable:
+        modules, executor = compiled.modules(self.running.backend), self.executor
+        values = {
+            name: value
+            for name, value in compiled.captured.buffers.items()
+            if name not in executor.shapes
+        }
+        held = set(values) & set(self.model.state_dict())
+        if held:  # a load of weights would not reach it
+            raise ProgramError(
+                f"the model evaluates with the buffer {min(held)!r}, which its training lacks",
+                why="programs hold what the training uses",
+                todo="use it in training too, or register it with persistent=False",
+            )
+        if isinstance(executor, Executor):
+            variant = executor.add(modules[0], values)
+            step = partial(executor.step, variant=variant)
+            forward = partial(executor.forward, variant=variant)
+            return Runnable(compiled.captured, variant.types, step, forward)
+        program = executor.add(modules, compiled.placement, compiled.inputs, values)
+        forward = partial(executor.forward, program=program)
+        return Runnable(compiled.captured, program.types, executor.step, forward)

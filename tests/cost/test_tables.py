@@ -1,0 +1,120 @@
+"""The tables of kernels: their rows, and the fit that makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+from autopar.cost.compute import kernel_seconds
+from autopar.cost.device import Device, devices
+from autopar.cost.device_fit import errors, fit_attention, fit_products, samples, simplex
+from autopar.cost.kernel_tables import Attention, Products
+from autopar.errors import CostError
+
+CHIP = next(entry for entry in devices() if entry.name == "A100-80")
+
+
+def measured(path: Path, chip: Device, count: int) -> Path:
+    """A file of products on an imagined device, each off by up to 2 %."""
+    dice = random.Random(5)
+    lines = ["# an imagined device", "m,n,k,latency_ms"]
+    for _ in range(count):
+        m, n, k = (2 ** dice.randint(5, 13) + dice.randint(0, 1) for _ in range(3))
+        path.write_text(f"m,n,k,latency_ms\n{m},{n},{k},1\n", encoding="utf-8")
+        work = samples(path)[0].work
+        seconds = kernel_seconds(chip, work.op, work.flops, work.nbytes, work.dtype, work.gemm)
+        lines.append(f"{m},{n},{k},{1e3 * seconds * dice.uniform(0.98, 1.02):.6g}")
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_a_fit_finds_a_device_that_differs_from_where_it_began(tmp_path: Path) -> None:
+    table = dataclasses.replace(CHIP.products, efficiency=0.6, memory=0.5, memory_small=0.4)
+    other = dataclasses.replace(CHIP, products=table, launch=6e-6)
+    found = samples(measured(tmp_path / "gemm.csv", other, 120))
+    before = errors(CHIP, found)
+    products, launch = fit_products(CHIP, found)
+    assert products.measured == "A100-80"
+    assert products.error < 0.05 < before[len(before) // 2]
+    assert launch == pytest.approx(6e-6, rel=0.1)
+    fitted = dataclasses.replace(CHIP, products=products, launch=launch)
+    outside = errors(fitted, [each for each in found if not each.fitted])
+    assert outside[len(outside) // 2] == pytest.approx(products.error, abs=1e-3)
+
+
+def test_attention_is_fitted_to_calls(tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    head = "device,batch_size,isl,num_heads,num_key_value_heads,head_dim,latency_ms"
+    lines = [head, "other,1,128,1,1,64,99"]
+    shapes = [
+        (b, s, h, d) for b in (1, 4) for s in (64, 512, 2048) for h in (4, 32) for d in (64, 128)
+    ]
+    shapes += [(b, s, h, 128) for b in (2, 8, 16) for s in (128, 1024, 4096) for h in (8, 16, 48)]
+    for b, s, h, d in shapes:
+        flops = 2.0 * b * h * s * s * d
+        lines.append(f"A100-80,{b},{s},{h},{h},{d},{1e3 * (20e-6 + flops / 100e12):.6g}")
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = samples(path, "A100-80")
+    assert len(found) == len(shapes)
+    table = fit_attention(CHIP, found)
+    assert table.error < 0.12
+    assert 15e-6 < table.call < 22e-6
+
+
+def test_the_simplex_finds_the_bottom_of_a_bent_valley() -> None:
+    """Rosenbrock's function, whose least value is at (1, 1)."""
+    found = simplex(
+        lambda p: (1 - p[0]) ** 2 + 100 * (p[1] - p[0] ** 2) ** 2, [-1.2, 1.0], 0.5, 300
+    )
+    assert found == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("m,n,k\n1,2,3\n", "latency_ms"),
+        ("m,n,k,latency_ms\n1,2,x,1\n", "invalid literal"),
+        ("m,n,k,latency_ms\n1,2,3,nan\n", "nan"),
+        ("m,n,k,latency_ms\n1,2,3,-1\n", "-1"),
+        ("m,n,k,latency_ms\n1,0,3,1\n", "lengths"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(CostError) as caught:
+        samples(path)
+    assert why in caught.value.why
+    assert "row 1" in caught.value.where
+
+
+def test_too_few_measurements_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostError, match="too few"):
+        fit_products(CHIP, samples(measured(tmp_path / "few.csv", CHIP, 12)))
+
+
+def test_every_device_has_a_row_that_says_what_it_was_fitted_to() -> None:
+    names = {entry.name for entry in devices()}
+    for entry in devices():
+        for table in (entry.products, entry.attention):
+            assert table.measured in names | {""}
+            assert bool(table.error) == (table.measured == entry.name)
+    assert CHIP.products.error < 0.08
+    assert CHIP.products.spread < 0.25
+    assert CHIP.attention.error < 0.12
+
+
+@pytest.mark.parametrize("table", [Products, Attention])
+def test_a_device_without_a_row_is_refused(table: type[Products] | type[Attention]) -> None:
+    with pytest.raises(CostError, match="no row"):
+        table.of("Z9000")
+
+
+def test_tiles_of_gpus_lose_by_what_they_load() -> None:
+    rates = {(rows, columns): rate for rows, columns, rate in CHIP.products.tiles}
+    assert rates[256, 128] == 1
+    assert all(rates[rows, columns] == rates[columns, rows] for rows, columns in rates if rows < 64)
+    assert rates[256, 128] > rates[128, 128] > rates[64, 64] > rates[16, 64]

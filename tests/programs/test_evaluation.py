@@ -1,0 +1,270 @@
+"""Evaluations beside training, and batches of several shapes.
+
+Judged by the unsharded model in plain torch, in float64: the same steps, and `model.eval()` between
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError, BatchError, ProgramError
+from autopar.pins import data_parallel, megatron
+from tests.support.ranks import run_ranks
+
+LINE = "cpu: data=2 @1TB/s 1ns"
+GRID = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data parallel": (LINE, {"pins": data_parallel("data"), "state": "ddp"}),
+    "zero3": (LINE, {"pins": data_parallel("data"), "state": "zero3"}),
+    "free": (LINE, {}),
+    "megatron": (GRID, {"pins": [data_parallel("data"), megatron("tensor")]}),
+    "free grid": (GRID, {}),
+    "1f1b": (LINE, {"stages": 2, "microbatches": 4}),
+    "interleaved": (
+        GRID,
+        {"stages": 4, "microbatches": 4, "schedule": "interleaved_1f1b chunks=2"},
+    ),
+}
+STAGES = ("1f1b", "interleaved")
+SIZES = (8, 5, 8, 3, 1)  # rows of the batches of a ragged stream
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+
+class Classifier(nn.Module):
+    """Dropout whose rate grows with the depth, a batch norm, and labels that may be missing."""
+
+    def __init__(self, rates: tuple[float, ...]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.blocks = nn.Sequential(*map(Block, rates))
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.blocks(self.norm(x)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def classifier(*rates: float) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(rates).double()
+
+
+def batch(rows: int, number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "x": torch.randn(rows, 8, dtype=torch.float64, generator=generator),
+        "labels": torch.randint(6, (rows,), generator=generator),
+    }
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def evaluate_beside(way: str) -> None:
+    """Steps with dropout and evaluations in turn; random numbers go on as without evaluations."""
+    mesh, options = WAYS[way]
+    model, alone = classifier(0.1, 0.3), classifier(0.1, 0.3)
+    program = autopar.compile(model, mesh, optimizer=adam, **options)
+    optimizer = adam(alone.parameters())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for number in range(3):
+        torch.set_rng_state(state)
+        loss = program.step(**batch(8, number))
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        count, expected = 4 if way in STAGES else 1, torch.zeros((), dtype=torch.float64)
+        parts = zip(*(value.chunk(count) for value in batch(8, number).values()), strict=True)
+        for x, labels in parts:
+            part = alone(x, labels)["loss"] / count
+            part.backward()
+            expected += part.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
+        state = torch.get_rng_state()
+        before = program.state_dict()
+        alone.eval()
+        with torch.no_grad():
+            for rows in (8, 4 if way in STAGES else 3):
+                given = batch(rows, 10 + number)
+                found, wanted = program.eval_step(**given), alone(**given)
+                torch.testing.assert_close(found.loss, wanted["loss"], rtol=1e-9, atol=1e-12)
+                whole = found.whole()
+                torch.testing.assert_close(whole["logits"], wanted["logits"], rtol=1e-9, atol=1e-12)
+                dtype, _, rest = found.layouts["logits"].partition("[")
+                assert (dtype, rest.partition(",")[0].partition("@")[0]) == ("f64", str(rows))
+            # Without labels, and by position.
+            (only,) = program(given["x"]).values()
+            torch.testing.assert_close(only, wanted["logits"], rtol=1e-9, atol=1e-12)
+        alone.train()
+        assert torch.equal(after, torch.get_rng_state())
+        for name, value in program.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+
+
+def train_ragged(way: str) -> None:
+    mesh, options = WAYS[way]
+    model, alone = classifier(0.0, 0.0), classifier(0.0, 0.0)
+    for each in (model, alone):
+        each.norm = nn.Identity()  # type: ignore[assignment]
+    program = autopar.compile(model, mesh, optimizer=adam, shapes=4, clip_norm=0.5, **options)
+    optimizer = adam(alone.parameters())
+    for number, rows in enumerate(SIZES):
+        loss = program.step(**batch(rows, number))
+        expected = alone(**batch(rows, number))["loss"]
+        expected.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    with pytest.raises(BatchError, match="beyond the 4"):
+        program.step(**batch(7, 0))
+    loss = program.step(**batch(8, 9))  # and the program goes on
+    assert loss.isfinite()
+
+
+def every_way(ways: tuple[str, ...]) -> None:
+    for way in ways:
+        evaluate_beside(way)
+        if way not in STAGES:
+            train_ragged(way)
+
+
+def differ() -> None:
+    """A rank whose batch has another shape is named; nobody waits."""
+    program = autopar.compile(classifier(0.0), LINE, optimizer=adam, shapes=2)
+    program.step(**batch(8, 0))
+    with pytest.raises(AutoparError, match="rank"):
+        program.step(**batch(8 if dist.get_rank() == 0 else 6, 1))
+
+
+def modes() -> None:
+    model = classifier(0.2)
+    program = autopar.compile(model, LINE, optimizer=adam)
+    program.step(**batch(8, 0))
+    assert program.eval().training is False
+    with pytest.raises(ProgramError, match=r"program.train\(\)"):
+        program.step(**batch(8, 0))
+    one = program(**batch(8, 0))["logits"]
+    program.train()
+    assert torch.equal(one, program(**batch(8, 0))["logits"])
+    model.eval()
+    assert torch.equal(one, program(**batch(8, 0))["logits"])
+    with pytest.raises(ProgramError, match="eval_step"):
+        program.step(**batch(8, 0))
+    assert not any(module.training for module in model.modules())
+    model.train()
+    with pytest.raises(BatchError, match="shapes"):
+        program.step(**batch(6, 0))
+
+
+def test_two_ranks() -> None:
+    run_ranks(every_way, ("data parallel", "zero3", "free", "1f1b"), count=2)
+
+
+def test_grid() -> None:
+    run_ranks(every_way, ("megatron", "free grid", "interleaved"))
+
+
+def test_ranks_whose_batches_differ_are_told_so() -> None:
+    run_ranks(differ, count=2)
+
+
+def test_modes() -> None:
+    run_ranks(modes, count=2)
+
+
+PARTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "every rank another part": (LINE, {"batches": "local"}),
+    "zero3": (LINE, {"batches": "local", "state": "zero3", "pins": data_parallel("data")}),
+    "over data": (
+        GRID,
+        {"batches": "local over data", "pins": [data_parallel("data"), megatron("tensor")]},
+    ),
+    "all of a grid": (GRID, {"batches": "local", "pins": [data_parallel("data")]}),
+    "stages": (GRID, {"batches": "local", "stages": 2, "microbatches": 2}),
+}
+
+
+def train_parted(way: str) -> None:
+    """Every rank passes its own rows; the reference has them all, in the order of the parts."""
+    mesh, options = PARTED[way]
+    model, alone = classifier(0.0, 0.0), classifier(0.0, 0.0)
+    for each in (model, alone):
+        each.norm = nn.Identity()  # type: ignore[assignment]
+    program = autopar.compile(model, mesh, optimizer=adam, **options)
+    optimizer = adam(alone.parameters())
+    place = dist.get_rank()
+    part, parts = {
+        "over data": (place // 2, 2),
+        "stages": (place % 2, 2),  # each is on half of the mesh
+    }.get(way, (place, dist.get_world_size()))
+    for number in range(3):
+        whole = batch(8, number)
+        own = {name: value.chunk(parts)[part] for name, value in whole.items()}
+        loss = program.step(**own)
+        assert (program.data_rank, program.data_world) == (part, parts)
+        expected = alone(**whole)["loss"]
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                program.eval_step(**own).loss, alone(**whole)["loss"], rtol=1e-9, atol=1e-12
+            )
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    if way in ("over data", "stages"):  # ranks of one part that pass different ones
+        wrong = {name: value.roll(dist.get_rank(), 0) for name, value in own.items()}
+        with pytest.raises(BatchError, match="of rank"):
+            program.step(**wrong)
+
+
+def parts_of_unequal_sizes() -> None:
+    program = autopar.compile(classifier(0.0), LINE, batches="local")
+    program.step(**batch(4, 0))
+    with pytest.raises(BatchError, match="different sizes"):
+        program.step(**batch(4 - dist.get_rank(), 1))
+    assert program.step(**batch(4, 2)).isfinite()
+
+
+def parted(ways: tuple[str, ...]) -> None:
+    for way in ways:
+        train_parted(way)
+
+
+def test_parts_of_a_batch_on_two_ranks() -> None:
+    run_ranks(parted, ("every rank another part", "zero3"), count=2)
+
+
+def test_parts_of_unequal_sizes_are_refused() -> None:
+    run_ranks(parts_of_unequal_sizes, count=2)
+
+
+def test_parts_of_a_batch_on_a_grid() -> None:
+    run_ranks(parted, ("over data", "all of a grid", "stages"))

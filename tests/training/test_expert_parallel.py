@@ -1,0 +1,102 @@
+"""Mixtures of many libraries' models, dispatched by all_to_all, train as the model alone does."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+
+import autopar
+from autopar.capture.capture import Captured
+from autopar.intra_op import node_choices
+from autopar.intra_op.rule import Signature
+from autopar.intra_op.strategy import Strategy, strategies
+from autopar.ir.mesh import Mesh
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+from tests.support.mixtures import MIXTURES, mixture
+from tests.support.ranks import run_ranks
+from tests.training.test_families import GRID, LINE, STEPS, TOLERANCE, Run, sgd
+
+QUICK = ("Custom", "DeepseekV3", "GptOss", "NemotronH", "Qwen2Moe")
+
+
+def train_whole(name: str) -> Run:
+    """On one device, by the library's own loop over experts."""
+    model, batch = mixture(name, "eager")
+    optimizer, losses = sgd([p for p in model.parameters() if p.requires_grad]), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Run(losses, dict(model.state_dict()))
+
+
+# On which mesh, and how every mixture is split along its axes.
+WAYS: dict[str, tuple[str, dict[str, str]]] = {
+    "line": (LINE, {"gpu": "e&...0"}),
+    "beside data": (GRID, {"data": "...0", "tensor": "e&...0"}),
+    "over both": (GRID, {"data": "e&...0", "tensor": "e&...0"}),
+    "to parts of experts": (GRID, {"data": "e&...0", "tensor": "f"}),
+    "beside other experts": (GRID, {"data": "e&...0", "tensor": "e"}),
+}
+
+
+def only(parts: dict[str, str]) -> Callable[[Signature, Mesh], tuple[Strategy, ...]]:
+    """Leaves mixtures one strategy."""
+
+    def chosen(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
+        every = strategies(signature, mesh)
+        return tuple(s for s in every if not signature.together or dict(s.parts) == parts)
+
+    return chosen
+
+
+def train(found: dict[str, Captured], ways: tuple[str, ...]) -> dict[tuple[str, str], Run]:
+    """The runs of this rank."""
+    compiler = importlib.import_module("autopar.session.compiler")
+    runs = {}
+    for name, captured in found.items():
+        for way in ways:
+            mesh, parts = WAYS[way]
+            model, batch = mixture(name)
+            with (
+                patch.object(compiler, "capture_call", lambda *_, c=captured: c),
+                patch.object(node_choices, "strategies", only(parts)),
+            ):
+                program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)
+            losses = [program.step(**batch).item() for _ in range(STEPS)]
+            runs[name, way] = Run(losses, program.state_dict(), program.source)
+    return runs
+
+
+def check(names: tuple[str, ...], ways: tuple[str, ...]) -> None:
+    found = {}
+    for name in names:
+        model, batch = mixture(name)
+        found[name] = capture_graph(model, (), batch, Options(), Trace(None))
+    ranks = run_ranks(train, found, ways)
+    wrong = {}
+    for name in names:
+        whole = train_whole(name)
+        for way in ways:
+            runs = [rank[name, way] for rank in ranks]
+            error = max(max(run.errors(whole)) for run in runs)
+            if not error <= TOLERANCE:
+                wrong[name, way] = f"off by {error:.2g}"
+    assert not wrong, wrong
+
+
+def test_training() -> None:
+    check(QUICK, ("line", "over both", "to parts of experts"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(MIXTURES), 5))
+def test_training_of_all(first: int) -> None:
+    check(tuple(MIXTURES)[first : first + 5], tuple(WAYS))
