@@ -72,7 +72,7 @@ class Pin:
         if said_not:
             return replace(cls.parse(text[said_not.end() :]), other=True)
         said, by, form = f" {text.strip()} ".partition(" by ")
-        if by:
+        if by and (not said.strip() or "[" in said):
             _check_form(form.strip(), text)
             if not said.strip():
                 return cls((), Layout(()), form=form.strip(), anywhere=True)

@@ -70,8 +70,8 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of any device: half of the square, in two kernels a turn."""
-    return kernels(part, 0.5, 2 * _turns(part))
+    """Returns the work of any device, which is half of the square."""
+    return kernels(part, 0.5, _turns(part))
 
 
 def _scratch(part: Part) -> tuple[float, float]:
