@@ -1,6 +1,6 @@
 """autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel."""
 
-from autopar import pins
+from autopar import outer, pins
 from autopar.compile import compile, emit, load, plan
 from autopar.intra_op.pins.named_dims import layout
 from autopar.intra_op.rule import OpRule, rule
@@ -32,6 +32,7 @@ __all__ = [
     "load_checkpoint",
     "mixture",
     "muon",
+    "outer",
     "pins",
     "plan",
     "rule",

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
-from autopar.planning.options import Options
+from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
@@ -33,6 +34,7 @@ from autopar.session.keywords import (
     PlanKeywords,
     TrainKeywords,
     check,
+    outer_of,
     planning_options,
     running,
     training,
@@ -62,7 +64,15 @@ def plan(
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer, model)
-    return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
+    call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
+    if outer is None:
+        return plan_model(call, devices, asked, Trace(asked.trace))
+    method_of(outer)
+    outer.check(devices)
+    part, inside = call, outer.within(devices)
+    if asked.batches == GLOBAL:
+        part = call.part_of(outer.count(devices))
+    return plan_model(part, inside, asked, Trace(asked.trace)).under(outer, devices)
 
 
 def emit(
@@ -91,7 +101,8 @@ def emit(
     given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
     check(given, PlanKeywords)
     asked = planning_options(options, optimizer, model, plan)
-    return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
+    compiler = Compiler(as_mesh(mesh), asked, plan, outer_of(options, plan))
+    return compiler(Call.of(model, example_inputs))
 
 
 def load(
@@ -203,9 +214,8 @@ def compile(
     check_processes(devices)  # every process must have a device of its own
     asked = planning_options(options, optimizer, model, plan)
     Peers.here().dumps.configure(Dump.read(dump))
-    trained, how, compiler = (
-        training(model, optimizer, options), running(options), Compiler(devices, asked, plan)
-    )  # fmt: skip
+    trained, how = training(model, optimizer, options), running(options)
+    compiler = Compiler(devices, asked, plan, outer_of(options, plan))
     if how.cuda_graph and compiler.is_pipeline:
         refuse_graphs_of_stages()
     cost_model(devices, asked)  # refuses bad options before the model is captured

@@ -34,6 +34,7 @@ from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.plan_entries import (
     UNNAMED,
@@ -61,6 +62,8 @@ class Plan:
         schedule: of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is not one.
         predicted: figures of the whole step; without a pipeline, those of its stage.
         model: the model as the command line named it.
+        outer: how replicas along independent axes synchronise; None without any. Stages then run
+            on the mesh of one replica, and say so; ranks are those of the first replica.
         version: of the file that it was read from; ignored in comparisons.
     """
 
@@ -71,6 +74,7 @@ class Plan:
     schedule: str = ""
     predicted: Prediction = UNPREDICTED
     model: ModelSpec = UNNAMED
+    outer: Outer | None = None
     version: int = field(default=VERSION, compare=False)
 
     def __str__(self) -> str:
@@ -123,11 +127,23 @@ class Plan:
         stages = tuple(replace(stage, solver=UNSEARCHED) for stage in self.stages)
         return replace(self, stages=stages)
 
+    @property
+    def inner(self) -> Plan:
+        """The plan of one replica, as if its devices were all there are."""
+        if self.outer is None:
+            return self
+        return replace(self, mesh=self.outer.within(self.mesh), outer=None)
+
+    def under(self, outer: Outer | None, mesh: Mesh) -> Plan:
+        """The plan of one replica as that of a mesh of them."""
+        return self if outer is None else replace(self, mesh=mesh, outer=outer)
+
     def on(self, mesh: Mesh) -> Plan:
         """Returns the plan on another mesh with the same axes; stages of a pipeline keep theirs."""
         if self.is_pipeline:
             return replace(self, mesh=mesh)
-        return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=mesh),))
+        own = mesh if self.outer is None else self.outer.within(mesh)
+        return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=own),))
 
     def check(self, graph: Graph, mesh: Mesh) -> None:
         """Checks that the plan is for a graph and a mesh.
@@ -142,7 +158,8 @@ class Plan:
         check_mesh(self.mesh, mesh)
         here = fingerprint(graph)
         if not self.is_pipeline:
-            self.stage.check(here, {node.name for node in graph.folded}, mesh)
+            nodes = {node.name for node in graph.folded}
+            self.stage.check(here, nodes, mesh if self.outer is None else self.outer.within(mesh))
         elif self.graph != here:
             raise PlanMismatchError(
                 "the plan is for another model",
@@ -161,6 +178,8 @@ class Plan:
             document["microbatches"] = self.microbatches
         if self.is_pipeline:
             document["schedule"] = self.schedule
+        if self.outer is not None:
+            document["outer"] = str(self.outer)
         if self.model != UNNAMED:
             document["model"] = self.model.table()
         if self.is_pipeline and self.predicted != UNPREDICTED:
@@ -213,6 +232,7 @@ class Plan:
             schedule,
             fields.take("predicted", Prediction.from_table, own),
             fields.take("model", ModelSpec.from_table, UNNAMED),
+            fields.take("outer", lambda text: Outer.parse(Text(1000)(text)), None),
             version,
         )
         fields.end()
@@ -221,6 +241,16 @@ class Plan:
 
     def _validate(self, where: str) -> None:
         """Raises PlanError unless the stages fit one another and the mesh."""
+        if self.outer is not None:
+            lacking = [axis for axis in self.outer.axes if axis not in self.mesh.names]
+            if lacking:
+                raise PlanError(
+                    "the plan has a damaged entry",
+                    where=where,
+                    why=f"{self.outer} names the axis {lacking[0]!r}, and the mesh is {self.mesh}",
+                )
+            self.inner._validate(where)
+            return
         faults = [*self._single_stage_faults()] if not self.schedule else []
         if not self.stages:
             faults.append("there are no stages")

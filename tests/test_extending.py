@@ -126,6 +126,34 @@ FORM = Form(
     lambda part: ((), ()),
 )
 ''',
+    "compression/halves.py": '''
+"""The first half of a tensor, with what it leaves out fed back."""
+
+from autopar.ir.compression import Messages
+from autopar.ir.compression._method import Field
+
+EXAMPLE = "first half"
+
+
+class Half(Messages):
+    def __str__(self):
+        return EXAMPLE
+
+    def fields(self, n):
+        return (Field("", n // 2),)
+
+    def encode(self, x, kernels):
+        return (x[:, : x.shape[1] // 2],)
+
+    def decode(self, fields, n, kernels):
+        whole = fields[0].new_zeros(len(fields[0]), n)
+        whole[:, : n // 2] = fields[0]
+        return whole
+
+
+def read(text):
+    return Half() if text == EXAMPLE else None
+''',
     "toml/models.toml": """
 ["tiny"]
 architecture = "GPT2LMHeadModel"
@@ -156,6 +184,7 @@ for package, name in (
     ("autopar.inter_op.schedules", "schedules"),
     ("autopar.intra_op.solvers", "solvers"),
     ("autopar.ir.fusion.patterns", "patterns"),
+    ("autopar.ir.compression", "compression"),
 ):
     import_module(package).__path__.append(str(folder / name))
 from importlib import resources
@@ -237,6 +266,12 @@ from autopar.operators import kernels
 x = torch.randn(5, requires_grad=True)
 kernels.squared_relu(x).sum().backward()
 print("kernel", torch.equal(x.grad, 2 * torch.relu(x.detach())))
+from autopar.ir.precision import Precision
+from autopar.pins import data_parallel
+
+half = Precision.read("gradients=first half")
+sent = compiled(Model(), batch, precision=half, pins=data_parallel(), state="ddp", solver="ilp")
+print("compression", "first half all_gather" in sent.source)
 piped = compiled(Model(), batch, stages=2, microbatches=2, schedule="slow_fill")
 print("schedule", piped.plan.schedule, len(piped.sources))
 model, inputs = load("tiny")
@@ -264,6 +299,7 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
         "device Abacus True",
         "pattern 4 True",
         "kernel True",
+        "compression True",
         "schedule slow_fill 2",
         "zoo True",
     ]

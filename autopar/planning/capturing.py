@@ -72,6 +72,22 @@ class Call:
 
         return self._mapped(first)
 
+    def part_of(self, replicas: int) -> Call:
+        """The call with one replica's slice of the batch; BatchError if it does not divide."""
+
+        def first(name: str, value: Tensor) -> Tensor:
+            if value.shape[0] % replicas:
+                raise BatchError(
+                    f"the input {name.partition('.')[2]!r} does not divide into {replicas}"
+                    " replicas",
+                    why=f"its shape is {list(value.shape)}; every replica takes an equal slice"
+                    " along the first dimension",
+                    todo="pass a batch whose size is a multiple of the number of replicas",
+                )
+            return value[: value.shape[0] // replicas]
+
+        return self._mapped(first)
+
     @property
     def samples(self) -> int:
         """The size of the batch: that of the first dimension of its first tensor with dimensions.

@@ -100,7 +100,8 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
-        self._late_loss = repeated is not None and repeated.late_loss
+        late = repeated is not None and repeated.late_loss
+        self._late_loss = late and graph.loss is not None
         self._bucket = bucket_of(graph)
 
     def plan(self, limit: float) -> StagePlan:

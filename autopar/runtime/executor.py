@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -51,6 +51,8 @@ class Executor:
         StateError: `values` does not fit the program.
         ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
+
+    apart = None  # it is one replica
 
     def __init__(
         self,
@@ -204,6 +206,7 @@ class Executor:
                 everyone.size,
                 everyone.reduce,
                 self._intake.differences,
+                self._intake.gather,
             )
             _, norm = self.update.step(self._squares, seen)
         return loss.detach(), norm
@@ -211,7 +214,24 @@ class Executor:
     def _squares(self) -> Tensor:
         return self.state.squares(self.weights.gradients, add=self.update.squares)
 
-    def meet(self, call: str) -> None:
+    @property
+    def streams(self) -> str:
+        """See `Holder`: a step ends before the next one begins."""
+        return ""
+
+    def settle(self) -> None:
+        """No call is under way between two steps."""
+
+    def drain(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def under_way(self) -> None:
+        """Nothing."""
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Never called, since nothing is under way in a program of its fingerprint."""
+
+    def meet(self, call: str, drain: bool = True) -> None:
         """Compares a call with those of the other ranks, and waits for earlier steps.
 
         Raises:

@@ -127,6 +127,11 @@ class Generated:
         return self.bucket if self.host_state else None
 
     @property
+    def described(self) -> tuple[object, ...]:
+        """What a program does, as far as it is not its code: layouts, precision, its parameters."""
+        return self.mesh, self.inputs, self.received, self.outputs, self.parameters, self.precision
+
+    @property
     def stows(self) -> bool:
         """Whether activations are offloaded between forward and backward."""
         return "stowed" in self.module.forward.__code__.co_names

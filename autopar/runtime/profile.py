@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +49,15 @@ class Event:
 
 
 @contextmanager
-def profiled(path: str | Path | None) -> Iterator[None]:
+def profiled(path: str | Path | None, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Returns a context that profiles a step and writes it to `path`; does nothing without a path.
 
     All ranks enter it with the same path; the first one writes.
+
+    Args:
+        path: of the file.
+        settle: waits for calls that are under way between two steps: their threads must not meet a
+            profiler that starts or stops.
 
     Raises:
         ProgramError: the file cannot be written; raised on every rank.
@@ -60,6 +65,7 @@ def profiled(path: str | Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    settle()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -70,6 +76,7 @@ def profiled(path: str | Path | None) -> Iterator[None]:
         with part(CLOCK, ""):  # at about the same moment on all ranks
             pass
         yield
+        settle()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     ranks = _gathered((socket.gethostname(), _events(_raw(recording))))

@@ -25,6 +25,7 @@ from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, Piece
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.random import Random
+from autopar.runtime.ranks.shared import Peers
 
 
 class Runtime(Communicator):
@@ -37,6 +38,7 @@ class Runtime(Communicator):
         device: the device of this process.
         ranks: global ranks of the grid's devices, row-major; by default 0, 1, ...
         seed: of random masks on devices other than the CPU.
+        peers: the processes that construct it; by default all.
 
     Raises:
         MeshError: the mesh and the number of ranks differ in size.
@@ -50,8 +52,9 @@ class Runtime(Communicator):
         device: torch.device,
         ranks: Sequence[int] | None = None,
         seed: int = 0,
+        peers: Peers | None = None,
     ) -> None:
-        super().__init__(mesh, ranks)
+        super().__init__(mesh, ranks, peers)
         self.device = device
         self.fetch = Fetch(self)
         self.random = Random(self, seed)

@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from autopar.errors import ProgramError, StateError
 from autopar.runtime.executor import Executor
+from autopar.runtime.outer.local_updates import LocalUpdates
+from autopar.runtime.outer.rounds import Report
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.update.scaler import Scaler
 from autopar.runtime.update.update import Training
+
+Program = Executor | Pipeline | LocalUpdates
 
 
 class Trained(ABC):
@@ -22,7 +26,7 @@ class Trained(ABC):
     _training: Training
 
     @abstractmethod
-    def _ready(self) -> Executor | Pipeline:
+    def _ready(self) -> Program:
         """Returns the executor; raises ProgramError before the first batch."""
 
     @abstractmethod
@@ -55,6 +59,20 @@ class Trained(ABC):
         Steps that float16's scaler skips to find its scale do not count.
         """
         return self._ready().update.check.nonfinite
+
+    @property
+    def rounds(self) -> Report:
+        """What is known of the last round of replicas that train apart, alike on every rank.
+
+        Its `loss` is the mean over replicas; `step` returns that of this rank's own.
+
+        Raises:
+            ProgramError: before the first batch, or without `outer`.
+        """
+        program = self._ready()
+        if not isinstance(program, LocalUpdates):
+            raise ProgramError("there are no rounds", todo='pass outer="local over node, tau=8"')
+        return program.report
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the model's state_dict, with whole tensors on every rank."""

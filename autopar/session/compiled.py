@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from autopar.lower.literals import printable
 from autopar.lower.lowered_text import format_lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
-from autopar.planning.options import Options
+from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.wiring import wiring_of
@@ -40,11 +40,14 @@ from autopar.runtime import folder
 from autopar.runtime.executor import Executor
 from autopar.runtime.generated import Generated
 from autopar.runtime.inductor import loaded
+from autopar.runtime.outer.local_updates import LocalUpdates
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.ranks.processes import local_device
+from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
+from autopar.runtime.trained import Program
 from autopar.runtime.update.update import Training
 from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
@@ -156,9 +159,7 @@ class Compiled:
             for leaf in self.captured.graph.leaves("input")
         }
 
-    def start(
-        self, values: Mapping[str, Tensor], training: Training, running: Running
-    ) -> Executor | Pipeline:
+    def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:
         """Load it on this rank's device; every rank calls it.
 
         Args:
@@ -170,18 +171,36 @@ class Compiled:
             ProgramError: the optimizer or the way of running do not fit it.
             StateError: `values` does not fit it.
         """
-        modules = self.modules(running.backend)
-        if not self.plan.is_pipeline:
-            runtime = Runtime(self.plan.mesh, local_device())
+        modules, outer, mesh = self.modules(running.backend), self.plan.outer, self.plan.mesh
+        if outer is None:
+            return self._started(modules, values, training, running, Peers.here())
+        peers = Peers.here().within(outer.replicas(mesh))
+        program = self._started(modules, values, training, running, peers)
+        sliced = self.plan.stages[0].asked.batches == GLOBAL
+        return LocalUpdates(program, outer, mesh, peers, sliced)
+
+    def _started(
+        self,
+        modules: Sequence[Generated],
+        values: Mapping[str, Tensor],
+        training: Training,
+        running: Running,
+        peers: Peers,
+    ) -> Executor | Pipeline:
+        """The program of all ranks, or of the replica that `peers` are."""
+        plan = self.plan.inner
+        if not plan.is_pipeline:
+            runtime = Runtime(plan.mesh, local_device(), peers=peers)
             return Executor(
                 modules[0], runtime, values, training, tied=self.tied,
                 cuda_graph=running.cuda_graph,
             )  # fmt: skip
-        placement = self.placement
-        refuse_for_stages(self.plan, placement, running)
+        placement = self.placement.on(peers.ranks)
+        refuse_for_stages(plan, placement, running)
         return Pipeline(
-            modules, placement, self.inputs, local_device(), values, training, tied=self.tied
-        )
+            modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
+            peers=peers,
+        )  # fmt: skip
 
     def modules(self, backend: str) -> list[Generated]:
         """Returns the loaded program of every stage; ProgramError if one cannot be loaded."""

@@ -9,13 +9,15 @@ import torch.distributed as dist
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.outer import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
-from autopar.planning.options import Options
+from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
@@ -33,11 +35,19 @@ class Compiler:
         mesh: the devices.
         options: what is planned.
         plan: a plan to use instead of searching for one.
+        outer: how replicas along independent axes synchronise; each has a program of its own, on
+            its part of the batch.
     """
 
     mesh: Mesh
     options: Options
     plan: Plan | None = None
+    outer: Outer | None = None
+
+    def __post_init__(self) -> None:
+        if self.outer is not None:
+            self.outer.check(self.mesh)
+            method_of(self.outer)
 
     @property
     def is_pipeline(self) -> bool:
@@ -54,7 +64,7 @@ class Compiler:
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
         facts = facts_of(call.model)  # before a call, which may leave something in attributes
-        captured, plan = self._planned(call, trace)
+        captured, plan = self._planned(self._of_replica(call), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
@@ -68,7 +78,9 @@ class Compiler:
             CaptureError, InfeasibleError, StageError: see `autopar.compile`.
             BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
         """
-        plan, count = first.plan, first.plan.microbatches if first.plan.is_pipeline else None
+        plan = first.plan.inner
+        count = plan.microbatches if plan.is_pipeline else None
+        call = self._of_replica(call)
         captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
@@ -77,23 +89,38 @@ class Compiler:
             lambda: plan_over(first.captured.graph, plan, captured.graph, self.options)
         )
         return Compiled.of(
-            replace(captured, graph=graph), further.on(self.mesh), self.options, Trace(None)
+            replace(captured, graph=graph),
+            further.under(first.plan.outer, self.mesh).on(self.mesh),
+            self.options,
+            Trace(None),
         )
+
+    def _of_replica(self, call: Call) -> Call:
+        """Returns a replica's part of a call that has the batch of all."""
+        if self.outer is None or self.options.batches != GLOBAL:
+            return call
+        return call.part_of(self.outer.count(self.mesh))
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """The captured model and its plan, alike on every rank."""
         plan, options, mesh = self.plan, self.options, self.mesh
+        outer = self.outer
+        inside = mesh if outer is None else outer.within(mesh)
         if plan is None and options.searches_stages:
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
-            plan = from_first_rank(lambda: plan_model(call, mesh, options, trace))
+            plan = from_first_rank(
+                lambda: plan_model(call, inside, options, trace).under(outer, mesh)
+            )
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
         sized = call if options.global_batch is None else call.sized(options.global_batch)
-        part = stage_mesh(mesh, options) if plan is None else plan.stages[0].mesh
+        part = stage_mesh(inside, options) if plan is None else plan.stages[0].mesh
         captured = capture_parts(sized, part, options, trace, count if staged else None)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
-            plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
+            plan = from_first_rank(
+                lambda: plan_captured(captured, inside, options, trace).under(outer, mesh)
+            )
         else:
             plan.check(captured.graph, mesh)
         return captured, plan

@@ -15,7 +15,7 @@ from autopar.errors import ProgramError
 from autopar.operators.expert_load import ExpertLoad
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.executor import Executor
-from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.trained import Program
 from autopar.session.further_programs import Runnable
 
 
@@ -63,7 +63,7 @@ class Evaluating(ABC):
     training: bool
 
     @abstractmethod
-    def _ready(self) -> Executor | Pipeline:
+    def _ready(self) -> Program:
         """Returns the executor; raises ProgramError before the first batch."""
 
     @abstractmethod
@@ -122,10 +122,10 @@ class Evaluating(ABC):
         """
         program, inputs = self._ready_for(args, kwargs, training=False)
         executor = self._ready()
-        if isinstance(executor, Pipeline):
+        if not isinstance(executor, Executor):
             raise ProgramError(
-                "the load of experts is not measured in pipelines",
-                why="each stage sees its own mixtures only",
-                todo="compile with stages=1 and call it there",
+                "the load of experts is measured in programs of one piece",
+                why="each stage, or each replica of local updates, sees its own mixtures only",
+                todo="compile with stages=1 and without outer, and call it there",
             )
         return executor.expert_load(partial(program.forward, inputs))

@@ -16,7 +16,8 @@ from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.executor import Executor
-from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.outer.local_updates import LocalUpdates
+from autopar.runtime.trained import Program
 from autopar.session.compiled import Compiled, Running
 
 EVALUATED = 8  # programs of a session that evaluate, each for batches of one shape
@@ -85,7 +86,7 @@ class Variants:
 
     model: nn.Module
     first: Compiled
-    executor: Executor | Pipeline
+    executor: Program
     compiler: Compiles
     running: Running
     _programs: dict[bool, list[Runnable]] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Variants:
         """
         programs = self._programs[training]
         most = self.running.shapes if training else EVALUATED
-        if training and isinstance(self.executor, Pipeline):
+        if training and self.first.plan.is_pipeline:
             raise BatchError(
                 "stages train on batches of one shape",
                 why="the schedule and its messages are for microbatches of one size",
@@ -186,11 +187,25 @@ class Variants:
                 why="programs hold what the training uses",
                 todo="use it in training too, or register it with persistent=False",
             )
-        if isinstance(executor, Executor):
-            variant = executor.add(modules[0], values)
-            step = partial(executor.step, variant=variant)
-            forward = partial(executor.forward, variant=variant)
-            return Runnable(compiled.captured, variant.types, step, forward)
-        program = executor.add(modules, compiled.placement, compiled.inputs, values)
-        forward = partial(executor.forward, program=program)
-        return Runnable(compiled.captured, program.types, executor.step, forward)
+        inner = executor.program if isinstance(executor, LocalUpdates) else executor
+        if isinstance(inner, Executor):
+            variant = inner.add(modules[0], values)
+            own = Runnable(
+                compiled.captured,
+                variant.types,
+                partial(inner.step, variant=variant),
+                partial(inner.forward, variant=variant),
+            )
+        else:
+            placement = compiled.placement.on(inner.peers.ranks)
+            program = inner.add(modules, placement, compiled.inputs, values)
+            forward = partial(inner.forward, program=program)
+            own = Runnable(compiled.captured, program.types, inner.step, forward)
+        if not isinstance(executor, LocalUpdates):
+            return own
+        return replace(
+            own,
+            types=executor.types_of(own.types),
+            step=partial(executor.step, step=own.step),
+            forward=partial(executor.forward, forward=own.forward),
+        )

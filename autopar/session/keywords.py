@@ -31,6 +31,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
@@ -119,6 +120,10 @@ class PlanKeywords(AverageKeywords, total=False):
             along other axes pass the same part. See `Session.data_rank`.
         expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
             "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
+        outer: how replicas along independent axes of the mesh, which train apart, synchronise:
+            `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node, tau=12"; see
+            `autopar/outer.py`. That changes what is computed. Every replica takes its part of a
+            batch. A given plan says it by itself.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -143,6 +148,7 @@ class PlanKeywords(AverageKeywords, total=False):
     collectives: str | Sequence[str] | None
     batches: str
     expert_load: str
+    outer: Outer | str | None
     trace: str | Path | None
 
 
@@ -218,6 +224,7 @@ _CHECKS: dict[str, Check] = {
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
     "shapes": Whole(1, 2**10),
+    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -226,7 +233,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL,
+    "batches": GLOBAL, "outer": None,
 }  # fmt: skip
 
 
@@ -307,6 +314,23 @@ def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
     return Running(said["backend"], said["cuda_graph"], said["shapes"])
+
+
+def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
+    """How replicas synchronise; what a plan says where one is given.
+
+    Raises:
+        OptionError: a text cannot be read.
+        PlanMismatchError: the plan says another method.
+    """
+    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    if plan is None or wanted in (None, plan.outer):
+        return wanted if plan is None else plan.outer
+    raise PlanMismatchError(
+        f"the plan's outer method is {plan.outer or 'none'}",
+        why=f"outer={str(wanted)!r} is asked for",
+        todo="leave out outer, or plan again",
+    )
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:

@@ -19,15 +19,13 @@ from autopar.runtime import folder, inductor
 from autopar.runtime.checkpoint.checkpoints import Checkpoints
 from autopar.runtime.checkpoint.methods import Checkpointed
 from autopar.runtime.checkpoint.plans import Snapshot
-from autopar.runtime.executor import Executor
-from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.profile import profiled
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.processes import check_processes, from_first_rank
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.ranks.shared import Peers
-from autopar.runtime.trained import Trained
+from autopar.runtime.trained import Program, Trained
 from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
@@ -68,7 +66,7 @@ class Session(Trained, Checkpointed, Evaluating):
         self._compiled: Compiled | None = None
         self._variants: Variants | None = None
         self.training = True
-        self._executor: Executor | Pipeline | None = None
+        self._executor: Program | None = None
         self._saved: Checkpoints | None = None
         self._modes: Modes | None = None
         self._closed = False
@@ -177,7 +175,8 @@ class Session(Trained, Checkpointed, Evaluating):
                 ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
-            The loss, a scalar, the same on every rank.
+            The loss, a scalar, the same on every rank; with `outer` that of this rank's replica, as
+            no step waits for others, see `rounds`.
 
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
@@ -194,13 +193,13 @@ class Session(Trained, Checkpointed, Evaluating):
                 todo="call program.train() before the step",
             )
         program, inputs = self._ready_for(args, kwargs, training=True)
-        with profiled(profile):
+        with profiled(profile, self._ready().settle):
             return program.step(inputs)
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[Runnable, dict[str, Tensor]]:
-        """The program for a call, and the batch by name."""
+        """Returns the program for a call, and the batch by name."""
         self.prepare(args, kwargs)
         executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
@@ -286,7 +285,7 @@ class Session(Trained, Checkpointed, Evaluating):
             )
         return self._compiled
 
-    def _ready(self) -> Executor | Pipeline:
+    def _ready(self) -> Program:
         self._refuse_closed()
         assert self.compiled
         assert self._executor is not None
@@ -320,7 +319,7 @@ class Session(Trained, Checkpointed, Evaluating):
             self._saved = Checkpoints.of(
                 self._model, executor, captured.buffers, captured.parameter_names
             )
-        executor.meet("a checkpoint's method")
+        executor.meet("a checkpoint's method", drain=False)
         return self._saved
 
     def save(self, path: str | Path) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -81,31 +81,57 @@ def test_what_does_not_compose_is_refused_by_name() -> None:
             assert "why:" in said[name]
 
 
-def resumed(folder: str) -> dict[str, tuple[list[float], list[float], bool]]:
-    """Losses after a checkpoint, of the run that wrote it and of one that goes on from it."""
-    found = {}
-    for name in ("pipedream", "2bw", "ampnet", "pipemare", "pipemare flushed"):
-        method, path = METHODS[name], f"{folder}/{name}"
-        program, batches = program_of(method, 2, "adamw", 2)
-        for batch in batches[:4]:
-            program.step(**batch)
-        program.save_checkpoint(path)
-        losses = [program.step(**batch).item() for batch in batches[4:]]
-        again, _ = program_of(method, 2, "adamw", 2)
-        again.load_checkpoint(path)
-        told = [again.step(**batch).item() for batch in batches[4:]]
-        ours, its = program.state_dict(), again.state_dict()
-        found[name] = losses, told, all(torch.equal(ours[k], v) for k, v in its.items())
+def resumed(
+    folder: str, names: list[str], stages: int, ranks: int, how: dict[str, Any]
+) -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
+    """Losses and weights of a run, of one that writes a checkpoint, and of one that reads it."""
+    found: dict[str, list[tuple[list[float], dict[str, Tensor]]]] = {}
+    for name in names:
+        path = f"{folder}/{name}"
+        whole, batches = program_of(METHODS[name], stages, "adamw", ranks, **how)
+        writes, _ = program_of(METHODS[name], stages, "adamw", ranks, **how)
+        reads, _ = program_of(METHODS[name], stages, "adamw", ranks, **how)
+        runs: list[list[float]] = [[], [], []]
+        for step, batch in enumerate(batches):
+            if step == 4:
+                writes.save_checkpoint(path)
+                torch.manual_seed(dist.get_rank())  # the checkpoint has the state
+                reads.load_checkpoint(path)
+                runs[2] = list(runs[1])
+            for losses, program in zip(runs, (whole, writes, reads), strict=True):
+                if program is not reads or step >= 4:
+                    losses.append(program.step(**batch).item())
+        states = [program.state_dict() for program in (whole, writes, reads)]
+        found[name] = list(zip(runs, states, strict=True))
+        for program in (whole, writes, reads):
+            program.close()
     return found
 
 
+def check_resumed(folder: Path, names: list[str], stages: int, ranks: int, **how: Any) -> None:
+    for rank in run_ranks(resumed, str(folder), names, stages, ranks, how, count=ranks):
+        for name, ((losses, weights), *others) in rank.items():
+            for told, state in others:
+                assert told == losses, name
+                assert all(torch.equal(state[k], v) for k, v in weights.items()), name
+
+
+def test_a_run_that_is_resumed_in_mid_stream_continues_to_the_bit(tmp_path: Path) -> None:
+    """Neither the run that writes a checkpoint nor the one that reads it differs from one alone."""
+    check_resumed(tmp_path, ["pipedream", "2bw", "pipemare"], 2, 2)
+
+
 @pytest.mark.slow
-def test_a_resumed_run_continues_to_the_bit() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in run_ranks(resumed, folder, count=2):
-            for name, (losses, told, same) in rank.items():
-                assert losses == told, name
-                assert same, name
+def test_every_method_resumes_in_mid_stream(tmp_path: Path) -> None:
+    check_resumed(tmp_path, [*METHODS], 3, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["ddp", "zero1", "zero2"])
+def test_stages_of_two_devices_resume_in_mid_stream(tmp_path: Path, state: str) -> None:
+    names = ["pipedream", "2bw", "ampnet of two", *(["bounded"] if state == "ddp" else [])]
+    pins = autopar.pins.data_parallel("gpu")
+    check_resumed(tmp_path, names, 2, 4, state=state, pins=pins)
 
 
 def held() -> dict[str, tuple[list[int], list[int]]]:

@@ -31,6 +31,10 @@ def _train(mesh: str, name: str, plans: dict[str, dict[str, Any]]) -> dict[str, 
     for plan, options in plans.items():
         program = autopar.compile(words(), mesh, optimizer=FACTORIES[name], **options)
         losses = [float(program.step(**batch)) for batch in batches(STEPS)]
+        stage = program.plan.stages[0]
+        names = [name.replace(".", "_") for name, _ in words().named_parameters()]
+        split = [n for n in names if stage.storage(n, f"{n}_share").updated.sharded_axes]
+        assert bool(split) == (plan != "ddp")
         found[plan] = losses, {k: v.detach() for k, v in program.state_dict().items()}
         program.close()
     return found

@@ -204,9 +204,12 @@ class Rule:
         return self.nbytes(part)
 
     def load(self, shape: Sequence[int]) -> float:
-        """Returns the work of an owner of a parameter, by which they are dealt."""
+        """Returns the load of an owner of a parameter, by which they are dealt.
+
+        It is the FLOPs of the products, else the size of the states that it keeps.
+        """
         if self.products is None:
-            return float(math.prod(shape))
+            return self.nbytes(TensorType("f32", tuple(shape))) or float(math.prod(shape))
         return float(sum(2 * m * n * k for m, n, k in self.products.sizes(shape)))
 
 

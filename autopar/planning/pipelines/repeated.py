@@ -30,7 +30,7 @@ class Repeated:
         beside: memory of all stages of a device, in units of this one's. They run in turn, so they
             share transient memory.
         further: additional copies of the weights, mostly older versions.
-        late_loss: see `StagePlan`.
+        late_loss: whether replicas may be steps apart, see `StagePlan`.
     """
 
     microbatches: int

@@ -153,8 +153,7 @@ def plan_stages(
                 "write that buffer from its own microbatches",
                 todo="use a schedule with one copy, such as 1f1b",
             )
-    meshes = [copies[0].mesh for copies in held]
-    pins = stage_pins(graph, parts, meshes, options)
+    pins = stage_pins(graph, parts, meshes := [copies[0].mesh for copies in held], options)
     again = recompute or [options.recompute] * len(parts)
     shared = beside or [held_beside(rows, number) for number in range(len(parts))]
     shares = [share + further_copies(rows, number) for number, share in enumerate(shared)]
@@ -170,9 +169,8 @@ def plan_stages(
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
-        # Replicas that may be steps apart would meet where the loss is added up.
-        late = rows.pending > 0 and parts[one].loss is not None
-        repeated = Repeated(microbatches, most, shared[one], further_copies(rows, one), late)
+        more, late = further_copies(rows, one), rows.pending > 0
+        repeated = Repeated(microbatches, most, shared[one], more, late)
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = at_once(

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch import Tensor
 from autopar.errors import AutoparError, BatchError, RanksDifferError
 from autopar.operators.interpret import tensor_type
 from autopar.runtime.calls.input_parts import WHOLE, Part
-from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.channel import Channel
 
 _COMPARED_CALLS = 10  # on accelerators
@@ -175,9 +175,13 @@ class Intake:
         self._everyone.all_reduce(span, dist.ReduceOp.MAX)
         return bool((span[:, 0] == -span[:, 1]).all())
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passes, by rank; all of them call it."""
+        return [value] if self._everyone is None else self._everyone.all_gather_object(value)
+
     def differences(self) -> AutoparError:
         """Returns the error that says how the ranks differ; all of them call it."""
-        ranks = gathered(list(self._past))
+        ranks = self.gather(list(self._past))
         self._reset()
         for calls in zip(*ranks, strict=False):
             first: dict[int, tuple[int, _Call]] = {}

@@ -26,8 +26,10 @@ from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving
+from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
 from autopar.runtime.checkpoint.tensor_names import Names
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
@@ -152,6 +154,7 @@ class Checkpoints:
                 save failed and nobody has asked for it.
         """
         self._settle(self._group())
+        self.holder.drain()
         return self._snapshot(None, None).copied()
 
     def _attempt(
@@ -185,6 +188,7 @@ class Checkpoints:
             for h in holder.held
             if h.first and h.average is not None
         ]
+        under_way, streams = parts_under_way(holder)
         states, optimizer = optimizer_parts(holder.update.optimizer, holder.held)
         details = {
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
@@ -196,8 +200,13 @@ class Checkpoints:
             "update": encode(holder.update.state_dict(), "the scale of the loss"),
             # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": random_state_text(torch.get_rng_state()),
+            "under_way": streams,
         }
-        return Snapshot([*parts, *states], optimizer, details)
+        everything = [*parts, *states, *residual_parts(holder.held), *under_way]
+        if holder.apart is not None:
+            everything = holder.apart.saved(everything)
+            details["outer"] = encode(holder.apart.details(), "the rounds")
+        return Snapshot(everything, optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
         """Returns a group of all ranks for objects and host memory, None for a single process."""
@@ -216,6 +225,7 @@ class Checkpoints:
         path = path.absolute()
         with ranks_lost(f"the checkpoint {path} was not loaded"), self.holder.watch:
             self._settle(self._group())
+            self.holder.drain()
             return publish.reading(
                 lambda: from_first_rank(lambda: publish.read(path)),
                 lambda index: self._go_on(path, index, scheduler),
@@ -267,12 +277,16 @@ class Checkpoints:
             read: fills the parts that this rank wants.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
-        states: list[OptimizerState] = []
+        states: list[OptimizerState | Residuals] = []
+        under_way = room_for_parts(self.holder, index)
 
         def wanted() -> list[Part]:
-            states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
-            own = self._parts(index, matches, "model.")
-            return [*own, *self._averages(index, matches), *states[0].parts]
+            held, apart = self.holder.held, self.holder.apart
+            states.append(OptimizerState(self.holder.update.optimizer, held, index))
+            states.append(Residuals(held, index))
+            own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
+            everything = [*own, *(part for state in states for part in state.parts), *under_way]
+            return everything if apart is None else apart.wanted(everything, index)
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -282,6 +296,13 @@ class Checkpoints:
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
+        if self.holder.apart is not None:
+            with _taking("the rounds"):
+                self.holder.apart.take(decode(index.details.get("outer")))
+        if under_way:
+            record, *tensors = (part.tensor for part in under_way)
+            with _taking("what was under way"):
+                self.holder.resume(record.cpu(), tensors)
 
     def load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
@@ -289,8 +310,12 @@ class Checkpoints:
         """Loads only parameters and buffers; see `Session.load_weights`."""
         with ranks_lost("the weights were not loaded"), self.holder.watch:
             self._settle(self._group())
+            self.holder.drain()
             self._load_weights(source, rename)
             self.holder.update.restart()
+            if self.holder.apart is not None:
+                self.holder.apart.take(None)
+            forget(self.holder.held)
 
     def _load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]

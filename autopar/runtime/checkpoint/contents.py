@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
+from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.runtime.checkpoint.boxes import Box, box_of
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES, decode, encode
+from autopar.runtime.communication.compressed import Memory
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.ranks.failure import Watch
@@ -43,6 +45,8 @@ class Held:
         first: whether this rank's stage saves it; another stage of a pipeline may have a copy.
         average: the average of `updated`, if there is one.
         dealt: set if one rank updates the parameter for all.
+        hops: its collectives in a step.
+        memory: what compressed reductions keep of it; None if there are none.
     """
 
     parameter: Parameter
@@ -52,6 +56,12 @@ class Held:
     first: bool = True
     average: Tensor | None = None
     dealt: Dealt | None = None
+    hops: tuple[Hop, ...] = ()
+    memory: Memory | None = None
+
+    def path(self, when: str) -> tuple[Hop, ...]:
+        """Returns its collectives at one time of a step."""
+        return tuple(hop for hop in self.hops if hop.when == when)
 
     @property
     def name(self) -> str:
@@ -95,11 +105,37 @@ class Held:
         return box_of(layout, self.parameter.shape, comm.mesh, comm.coordinate, piece)
 
 
+class Apart(Protocol):
+    """The state of replicas that train apart, beside that of one program."""
+
+    def saved(self, own: Sequence[Part]) -> list[Part]:
+        """Returns what this rank saves, given its replica's parts; all ranks call it."""
+
+    def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
+        """Returns what this rank reads, given what its replica's program wants."""
+
+    def details(self) -> dict[str, Any]:
+        """Returns values that are alike on all ranks."""
+
+    def take(self, details: Any) -> None:
+        """Goes on from saved details, or begins anew without any that fit."""
+
+
 class Holder(Protocol):
     """A program on this rank."""
 
-    update: Update
-    watch: Watch
+    @property
+    def update(self) -> Update:
+        """The update of its parameters."""
+
+    @property
+    def watch(self) -> Watch:
+        """Stops this rank if another fails."""
+
+    @property
+    def apart(self) -> Apart | None:
+        """The state of independent replicas; None without any."""
+
     loaded: bool
 
     @property
@@ -109,6 +145,19 @@ class Holder(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of the state of all ranks, by name."""
+
+    @property
+    def streams(self) -> str:
+        """A fingerprint of a program that has work under way between two steps, else ""."""
+
+    def drain(self) -> None:
+        """Ends what is under way."""
+
+    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
+        """What is under way: a record of bytes, and tensors; None for nothing."""
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Goes on with what was under way in a program of the same fingerprint."""
 
     def refresh(self) -> None:
         """Rounds stored parameters again from their masters."""
@@ -140,8 +189,12 @@ def held_of(
             first is None or parameter.name in first,
             update.averages.get(id(own)),
             dealt.get(id(own)),
+            weight.hops,
+            weight.memory if any(hop.residual for hop in weight.hops) else None,
         )
-        for parameter, tensor, own in zip(state.parameters, tensors, weights.updated, strict=True)
+        for parameter, tensor, own, weight in zip(
+            state.parameters, tensors, weights.updated, weights.all, strict=True
+        )
     ]
 
 

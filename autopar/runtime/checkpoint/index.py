@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.values import DTYPES
 MARKER = "checkpoint.json"
 FORMAT = "autopar checkpoint 1"
 HEAD = f'{{"format": {json.dumps(FORMAT)}'  # the start of the text
-_KINDS = ("model", "buffer", "ema", "optimizer")
+_KINDS = ("model", "buffer", "ema", "optimizer", "residual", "under_way")
 _FILE = re.compile(r"(save-[0-9a-f]{16}/)?[A-Za-z0-9_]+\.safetensors")
 _LARGEST = 2**63 - 1  # torch's limit for byte counts
 _DIMENSIONS = 64
@@ -65,7 +65,9 @@ class Index:
     `details` of a checkpoint: `names`, the names of the state_dict in order; `tied`, further names
     of tensors; `optimizer`, its kind, groups and values other than tensors; `scheduler`, `values`,
     `random`; `update`, the scale of the loss. Tensors are those of `model`, as trained, `buffer`s,
-    `ema` (averages of the former), and those of `optimizer`.
+    `ema` (averages of the former), those of `optimizer`, and what compressed reductions keep as
+    `residual`; of a pipeline that does not flush also what is `under_way`, by rank, which only the
+    program can use that `details` names there.
     """
 
     tensors: Mapping[str, Stored]

@@ -126,18 +126,22 @@ class Groups:
         ranks: the global ranks of its devices, row-major; by default 0, 1, ... A process that is
             not among them only takes part in the construction.
 
+        peers: the processes that construct it; by default all of the default group.
+
     Raises:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
     chosen: ChosenAlgorithms = LIBRARY_ONLY  # what runs calls that name no algorithm
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, ranks: Sequence[int] | None = None, peers: Peers | None = None
+    ) -> None:
         self.mesh = mesh
         # A mesh of one device needs no process group.
-        self.peers = Peers.here()
-        world, me = self.peers.world, self.peers.rank
-        self.ranks = tuple(range(world)) if ranks is None else tuple(ranks)
+        self.peers = Peers.here() if peers is None else peers
+        me = self.peers.rank
+        self.ranks = self.peers.ranks if ranks is None else tuple(ranks)
         if mesh.size != len(self.ranks):
             raise MeshError(
                 f"mesh {str(mesh)!r} has {mesh.size} devices",

@@ -17,9 +17,10 @@ the dtype in which it is sent, and accumulated in that of the master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,29 @@ class Gradients:
     def give_up(self) -> None:
         """Leave what autograd has added up where it is, for who sums it over the devices."""
         self._left.clear()
+
+    def saved(self, weight: Weight, put: Callable[[Tensor], Any]) -> Any:
+        """Returns what is accumulated of a parameter, with `put` of each tensor; None for nothing.
+
+        Between two microbatches, when nothing waits to be sent.
+        """
+        known, left = self._sums.get(id(weight)), weight in self._left
+        if known is None and not left:
+            return None
+        before = self._left.get(weight)
+        return [
+            left,
+            None if before is None else put(before),
+            None if known is None else [put(known.total), known.count],
+        ]
+
+    def resume(self, weight: Weight, saved: Any, get: Callable[[Any], Tensor]) -> None:
+        """Takes that back."""
+        left, before, known = saved
+        if left:
+            self._left[weight] = None if before is None else get(before)
+        if known is not None:
+            self._sums[id(weight)] = _Sum(weight, get(known[0]), True, known[1])
 
     def drop(self) -> None:
         """Discards the remains of a backward that failed."""

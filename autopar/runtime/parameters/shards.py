@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.ir.storage import REDUCED, Hop, Storage, scattered
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.runtime.communication.compressed import reduce_compressed
+from autopar.runtime.communication.compressed import Memory, reduce_compressed
 
 if TYPE_CHECKING:
     from autopar.runtime.communication.communicator import Groups
@@ -55,7 +55,7 @@ class Weight:
     hops: tuple[Hop, ...]
     sent: torch.dtype
     block: str = ""
-    memory: dict[str, Tensor] = field(default_factory=dict)
+    memory: Memory = field(default_factory=dict)
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Returns its collectives at one time of a step."""

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
+from autopar.runtime.pipeline.under_way import Get, Put
 from autopar.runtime.pipeline.versions import Versions
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.step_parts import WAIT
@@ -106,12 +109,14 @@ class Continuous:
         self._told: float | None = None  # the last loss that was read
         self.grad_norm: Tensor | None = None
         self.waited = 0.0
+        self._placement = placement
+        self._early: set[Action] = set()  # receives that were posted for a checkpoint
 
     def _weights_for(self, own: Versions) -> Callable[[Action], AbstractContextManager[None]]:
         def weights(action: Action) -> AbstractContextManager[None]:
             if action.kind == "F":
-                return own.forward(action.age)
-            return own.backward(action.age, self._update.optimizer)
+                return own.forward(action.age, action.microbatch)
+            return own.backward(action.age, action.microbatch, self._update.optimizer)
 
         return weights
 
@@ -162,6 +167,9 @@ class Continuous:
 
     def _do(self, action: Action) -> None:
         """Do one action of the row."""
+        if action in self._early:
+            self._early.remove(action)
+            return
         stage = self._stages[action.stage, action.copy]
         gradients = stage.runtime.gradients
         if action.kind in PLAYED:
@@ -248,8 +256,81 @@ class Continuous:
     def restart(self) -> None:
         """Begin with an empty pipeline."""
         self._period = 0
+        self._early.clear()
         for own in self.versions.values():
             own.restart()
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits for all calls that have begun, between two steps; all ranks call it."""
+        for action in self._sent_already():
+            self._do(action)
+            self._early.add(action)
+        self._interpreter.post.settle()
+        for report in self._reports:
+            report.read()
+        for sums in self._sums.values():
+            sums.wait()
+
+    def saved(self, put: Put) -> Any:
+        """Returns what is under way between two steps; all ranks call it. See `under_way.py`."""
+        self.settle()
+        return {
+            "period": self._period,
+            "told": self._told,
+            "broken": self._broken,
+            "letters": self._interpreter.post.saved(put),
+            "early": sorted(map(str, self._early)),
+            "reports": [put(report.numbers) for report in self._reports],
+            "stages": {
+                key: [self.versions[key].saved(put), stage.saved(put)]
+                for key, stage in self._stages.items()
+            },
+            "sums": {
+                key: sums.saved(self._stages[key[0], 0], put) for key, sums in self._sums.items()
+            },
+        }
+
+    def resume(self, saved: Any, get: Get) -> None:
+        """Goes on from there, on the weights and optimizer state of the same checkpoint."""
+        self._update.optimizer.zero_grad(set_to_none=True)
+        for stage in self._stages.values():
+            stage.forget()
+            if stage.runtime.gradients is not None:
+                stage.runtime.gradients.drop()
+        self._period, self._told, self._broken = saved["period"], saved["told"], saved["broken"]
+        self._interpreter.post.resume(saved["letters"], get)
+        self._early = set(map(Action.parse, saved["early"]))
+        self._reports = deque(_Report(get(numbers), None) for numbers in saved["reports"])
+        self._sums = {
+            key: Sums.resume(self._stages[key[0], 0], sums, get)
+            for key, sums in saved["sums"].items()
+        }
+        for key, stage in self._stages.items():
+            versions, own = saved["stages"][key]
+            self.versions[key].resume(versions, get)
+            # Forwards first: they must find no gradients.
+            stage.again(own, get, partial(self.versions[key].again, saved=versions, get=get))
+            stage.resume(own, get)
+
+    def _sent_already(self) -> list[Action]:
+        """The receives of periods to come whose sends have been done."""
+        done: list[Action] = []
+        size = self._size
+        sends = (a for row in self._placement.rows for a in row if a.kind.startswith("SEND"))
+        sent = {(*a[:2], a.microbatch % size, a.copy, a.partner): a.microbatch for a in sends}
+        receives = [a.microbatch for a in self._row if a.kind.startswith("RECV")]
+        periods = max((-(microbatch // size) for microbatch in receives), default=0)
+        for period in range(self._period, self._period + periods + 1):
+            for action in at_period(self._row, self._size, period):
+                if not action.kind.startswith("RECV") or action in self._early:
+                    continue
+                send = action.counterpart
+                key = (*send[:2], send.microbatch % size, send.copy, send.partner)
+                if (send.microbatch - sent[key]) // size < self._period:
+                    done.append(action)
+        return done
 
 
 def _norm(stage: Stage, squares: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ its own; a send is waited for at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.ranks.shared import Peers
+
+TAGS = 2**20  # more than there are messages under way at a time
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,20 @@ class Letter(NamedTuple):
 
 
 class Wires:
-    """The channels of messages to higher and to lower ranks; all ranks make them together."""
+    """The channels of messages to higher and to lower ranks; all ranks make them together.
 
-    def __init__(self, peers: Peers) -> None:
-        ranks = tuple(range(peers.world))
-        self._leases = [peers.shared(purpose, [ranks]) for purpose in ("up", "down")]
+    Args:
+        peers: all ranks.
+        alone: whether no other program shares them: between two steps messages may be under way,
+            which another program's would meet.
+    """
+
+    def __init__(self, peers: Peers, alone: bool = False) -> None:
+        ranks = peers.ranks
+        self._leases = [
+            peers.own(purpose) if alone else peers.shared(purpose, [ranks])
+            for purpose in ("up", "down")
+        ]
         (self.up,), (self.down,) = (lease.channels for lease in self._leases)
 
     def between(self, sender: int, receiver: int) -> Channel:
@@ -72,12 +83,19 @@ class Post:
         rank: this process's global rank.
         device: where it computes.
         wires: what the messages go through; None for a single rank.
+        tag: the first of TAGS tags, so that messages of two posts on the same wires do not meet.
     """
 
     def __init__(
-        self, ways: Sequence[Way], rank: int, device: torch.device, wires: Wires | None
+        self,
+        ways: Sequence[Way],
+        rank: int,
+        device: torch.device,
+        wires: Wires | None,
+        tag: int = 0,
     ) -> None:
         self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
+        self._first = tag
         self._asked: dict[int, int] = {}
         self._coming: dict[tuple[Letter, int], tuple[Waiting | None, Tensor]] = {}
         self._sent: dict[int, int] = {}
@@ -102,7 +120,7 @@ class Post:
                 continue
             assert self.wires is not None
             piece = piece.contiguous()
-            tag = self._sent[box.receiver] = self._sent.get(box.receiver, -1) + 1
+            tag = self._next(self._sent, box.receiver)
             channel = self.wires.between(self.rank, box.receiver)
             work = channel.send(piece, box.receiver, tag)
             self._going.append((work, piece))
@@ -115,9 +133,14 @@ class Post:
             shape = [length for _, length in box.put]
             buffer = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
             assert self.wires is not None
-            tag = self._asked[box.sender] = self._asked.get(box.sender, -1) + 1
+            tag = self._next(self._asked, box.sender)
             channel = self.wires.between(box.sender, self.rank)
             self._coming[letter, number] = (channel.receive(buffer, box.sender, tag), buffer)
+
+    def _next(self, counts: dict[int, int], peer: int) -> int:
+        """The tag of the next message to or from a rank."""
+        count = counts[peer] = counts.get(peer, -1) + 1
+        return self._first + count % TAGS
 
     def receive(self, letter: Letter, runtime: Communicator) -> Tensor:
         """This rank's part of a letter, in the layout that its mesh wants; waits for it."""
@@ -145,6 +168,28 @@ class Post:
         for box, piece in pieces:
             _put(part, box).copy_(piece)
         return part
+
+    def settle(self) -> None:
+        """Waits for all that has been asked for and sent; whatever was sent must be asked for."""
+        for key, (work, piece) in list(self._coming.items()):
+            if work is not None:
+                work.wait()
+                self._coming[key] = (None, piece)
+        self.finish()
+
+    def saved(self, put: Callable[[Tensor], Any]) -> Any:
+        """Returns what has arrived and not been received; see `under_way.py`."""
+        return [
+            [letter.way, letter.microbatch, number, put(piece)]
+            for (letter, number), (_, piece) in self._coming.items()
+        ]
+
+    def resume(self, saved: Any, get: Callable[[Any], Tensor]) -> None:
+        """Takes that back, as if it had just arrived."""
+        self._coming = {
+            (Letter(way, microbatch), number): (None, get(piece))
+            for way, microbatch, number, piece in saved
+        }
 
     def finish(self) -> None:
         """Wait for what is still on its way out."""

@@ -57,6 +57,7 @@ class Pipeline(PipelineState):
         values: every parameter and buffer by name, whole; the first rank's count.
         training: how the local parameters are updated.
         tied: further names of parameters.
+        peers: the processes that run it; by default all.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -73,12 +74,13 @@ class Pipeline(PipelineState):
         training: Training,
         *,
         tied: Mapping[str, str] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
         self.tied = dict(tied or {})
-        peers = self.peers = Peers.here()
+        peers = self.peers = Peers.here() if peers is None else peers
         self.rank, self.everyone = peers.rank, peers.everyone
-        self.wires = Wires(peers) if peers.world > 1 else None
+        self.wires = Wires(peers, not placement.flushes) if peers.world > 1 else None
         # All ranks make all meshes, since groups are made by all processes together.
         runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
         self.everywhere: dict[tuple[int, int], Stage] = {}
@@ -86,7 +88,7 @@ class Pipeline(PipelineState):
             for number, (module, members) in enumerate(zip(modules, ranks, strict=True)):
                 key = (str(module.mesh), members)
                 if key not in runtimes:
-                    runtimes[key] = Runtime(module.mesh, device, members, seed=number)
+                    runtimes[key] = Runtime(module.mesh, device, members, number, peers)
                     runtimes[key].widened = module.widened
                     runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
@@ -135,7 +137,7 @@ class Pipeline(PipelineState):
         ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self.grad_norm: Tensor | None = None
-        self.watch = Watch.over(range(peers.world))
+        self.watch = Watch.over(peers.ranks)
         self.watch.start()
         self._intake = Intake(device, self.everyone, self.part)
         self.continuous: Continuous | None = None
@@ -211,7 +213,8 @@ class Pipeline(PipelineState):
             if self.continuous is None:
                 return self._flushed(self.row, inputs, parts)
             if self.placement.first and self.update.check.steps <= self.placement.first[0]:
-                return self._flushed(self._rows_of(self.placement.first[1]), inputs, parts)
+                row = self.placement.first[1][self.placement.row_of(self.rank)]
+                return self._flushed(row, inputs, parts)
             return self._continued(self.continuous, inputs, parts)
 
     def _flushed(self, row: Row, inputs: Tensors, parts: Sequence[Tensors]) -> Tensor:
@@ -245,22 +248,15 @@ class Pipeline(PipelineState):
         self, continuous: Continuous, inputs: Tensors, parts: Sequence[Tensors]
     ) -> Tensor:
         """A period of rows that do not flush."""
-        losses: list[Tensor] = []
+        part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
         # Generators that were alike stay so, and ranks that are steps apart cannot meet.
         alike = bool(continuous.ahead) and not continuous.filling
-        with (
-            self._states(self.row, alike) as enter,
-            self.peers.recorder.part(PHASE, "microbatches"),
-        ):
+        with self._states(self.row, alike) as enter, part(PHASE, "microbatches"):
             loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
         self._settle()
         return torch.tensor(loss, dtype=self._share([]).dtype, device=self.device)
-
-    def _rows_of(self, rows: Sequence[Row]) -> Row:
-        """This rank's row among others than the placement's."""
-        return rows[self.placement.row_of(self.rank)]
 
     def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
         """What does rows, and keeps the losses that are made here."""
@@ -298,6 +294,7 @@ class Pipeline(PipelineState):
             self.peers.world,
             self._add_up,
             self._intake.differences,
+            self._intake.gather,
         )
 
     def _settle(self) -> None:
@@ -357,7 +354,7 @@ class Pipeline(PipelineState):
         program = program or self.main
         with self.watch, self.peers.recorder.within("evaluation"):
             inputs = self._prepare(program, batch, "forward")
-            self._drain()
+            self.drain()
             self.update.check.settle(self._intake.differences)
             return program.forward(inputs)
 

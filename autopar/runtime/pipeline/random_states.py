@@ -33,7 +33,7 @@ def random_states(
         return
     state = [torch.get_rng_state()]
     if everyone is not None:
-        everyone.broadcast_objects(state, 0)
+        everyone.broadcast_objects(state, everyone.ranks[0])
     torch.set_rng_state(state[0])
     own = {(a.microbatch, a.stage) for a in row if a.kind == "F"}
     found: dict[tuple[int, int], Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,13 @@ class Placement:
     def flushes(self) -> bool:
         """Whether a step ends with an update of all stages."""
         return flushes(self.rows)
+
+    def on(self, ranks: Sequence[int]) -> Placement:
+        """The same with other global ranks in the places of 0, 1, ..."""
+        moved = tuple(
+            tuple(tuple(ranks[rank] for rank in members) for members in copy) for copy in self.ranks
+        )
+        return replace(self, ranks=moved)
 
     @property
     def stages(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from autopar.runtime.calls.variant import variant_of
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
-from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.pipeline.split import Later, backward_input
+from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 from autopar.runtime.runtime import Runtime
 
 Tensors = dict[str, Tensor]
@@ -29,10 +31,19 @@ def _newest(action: Action) -> AbstractContextManager[None]:
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward: leaves that were received, results with gradients."""
+    """What a forward leaves for its backward.
+
+    Attributes:
+        leaves: that were received.
+        results: with gradients.
+        given: the forward's inputs, of the batch and received, from which it can run again.
+        random: the state of the CPU's generator before it; None where it draws nothing.
+    """
 
     leaves: Tensors
     results: Tensors
+    given: tuple[Tensors, Tensors]
+    random: Tensor | None
 
 
 class Stage:
@@ -125,6 +136,8 @@ class Stage:
         """
         leaves: Tensors = {}
         inputs = {name: batch[name] for name in self.module.inputs}
+        given = dict(inputs), dict(received)
+        random = torch.get_rng_state() if self.module.random else None
         for name, value in received.items():
             if torch.is_grad_enabled() and self.received[name].gradient:
                 leaves[name] = value.detach().requires_grad_()
@@ -135,16 +148,16 @@ class Stage:
         saving = self.runtime.saving(self.weights, inputs.values())
         with saving, self.runtime.writing(self.writes):
             # Outputs that nothing else needs are for those who ask for them.
-            given = self.runtime.given(self.writes.given)
+            parameters = self.runtime.given(self.writes.given)
             outputs = not torch.is_grad_enabled()
-            results = self.module.forward(self.runtime, given, inputs, outputs)
+            results = self.module.forward(self.runtime, parameters, inputs, outputs)
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value
                 for name, value in results.items()
                 if value.requires_grad and (name.startswith("%") or name == self.module.loss)
             }
-            self._kept[microbatch] = _Kept(leaves, with_gradient)
+            self._kept[microbatch] = _Kept(leaves, with_gradient, given, random)
         return {name: value.detach() for name, value in results.items()}
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], share: Share) -> Tensors:
@@ -207,3 +220,54 @@ class Stage:
         self._kept.clear()
         self._later.clear()
         self.writes.drop()
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def saved(self, put: Put) -> Any:
+        """Returns gradients that no update has taken, and inputs of what is under way."""
+        gradients = self.runtime.gradients
+        return {
+            "gradients": [
+                [
+                    *put_all([_apart(weight), weight.updated.grad], put),
+                    None if gradients is None else gradients.saved(weight, put),
+                ]
+                for weight in self.weights.all
+            ],
+            "inputs": {
+                microbatch: [
+                    *({name: put(value) for name, value in part.items()} for part in kept.given),
+                    *put_all([kept.random], put),
+                ]
+                for microbatch, kept in sorted(self._kept.items())
+            },
+        }
+
+    def resume(self, saved: Any, get: Get) -> None:
+        """Takes the gradients back."""
+        gradients = self.runtime.gradients
+        for weight, (held, updated, begun) in zip(
+            self.weights.all, saved["gradients"], strict=True
+        ):
+            weight.held.grad, weight.updated.grad = get_all([held, updated], get)
+            if gradients is not None and begun is not None:
+                gradients.resume(weight, begun, get)
+
+    def again(
+        self, saved: Any, get: Get, leaving: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        """Runs the forwards that are under way again, each inside `leaving` of its microbatch."""
+        for microbatch, (batch, received, random) in sorted(saved["inputs"].items()):
+            if random is not None:
+                torch.set_rng_state(get(random).cpu())
+            given = (
+                {name: get(value) for name, value in part.items()} for part in (batch, received)
+            )
+            with torch.enable_grad(), leaving(microbatch):
+                self.forward(microbatch, *given)
+        self.writes.drop()
+
+
+def _apart(weight: Weight) -> Tensor | None:
+    """The gradient of what is held of a parameter, where the optimizer updates another tensor."""
+    return None if weight.held is weight.updated else weight.held.grad

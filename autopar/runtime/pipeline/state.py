@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,9 +13,12 @@ from torch.optim import Optimizer
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.calls.batches import Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous
+from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
+from autopar.runtime.pipeline.under_way import UnderWay
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Peers
@@ -43,18 +48,55 @@ class PipelineState:
     everyone: Channel | None
     loaded: bool
     continuous: Continuous | None
+    apart = None  # it is one replica
+    placement: Placement
+    modules: Sequence[Generated]
 
-    def meet(self, call: str) -> None:
-        """As `Executor.meet`."""
+    def meet(self, call: str, drain: bool = True) -> None:
+        """As `Executor.meet`; without `drain` what is under way stays so."""
         with self.watch:
             self._intake.meet(call)
-            self._drain()
+            if drain:
+                self.drain()
             self.update.check.settle(self._intake.differences)
 
-    def _drain(self) -> None:
+    def settle(self) -> None:
+        """Wait for calls that are under way between two steps."""
+        if self.continuous is not None:
+            with self.watch:
+                self.continuous.settle()
+
+    def drain(self) -> None:
         """Run what is under way to its end, where a schedule does not flush."""
         if self.continuous is not None:
             self.continuous.drain()
+
+    @cached_property
+    def streams(self) -> str:
+        """See `Holder`."""
+        if self.continuous is None:
+            return ""
+        facts = [str(self.placement), *(str(module.described) for module in self.modules)]
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
+        """See `Holder`; where a forward cannot run again later, drains instead."""
+        continuous = self.continuous
+        if continuous is None or continuous.filling:
+            return None
+        halves = any(action.kind == "I" for row in self.placement.rows for action in row)
+        if halves or any(module.stows for module in self.modules) or continuous.broken_off:
+            continuous.drain()
+            return None
+        found = UnderWay()
+        found.values = continuous.saved(found.put)
+        return found.record, found.tensors
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """See `Holder`."""
+        found = UnderWay.of(record, tensors)
+        assert self.continuous is not None
+        self.continuous.resume(found.values, found.get)
 
     @property
     def held(self) -> list[Held]:
@@ -130,7 +172,8 @@ class PipelineState:
             names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
             full = whole(next(values[n] for n in names if n in values))
             if from_first:
-                full = self.peers.from_rank(0, full.detach().to(self.device, copy=True))
+                full = full.detach().to(self.device, copy=True)
+                full = self.peers.from_rank(self.peers.ranks[0], full)
             for stage in self.stages.values():
                 if name in stage.state.names:
                     stage.weights.take(stage.state, name, full)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.parameters.shards import Weight
 from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.pipeline.under_way import Get, Put
 from autopar.runtime.ranks.channel import Waiting
 
 
@@ -43,11 +45,27 @@ class Sums:
                 together.setdefault(axes, []).append(weight)
         return cls([_begun(stage, axes, weights) for axes, weights in together.items()])
 
-    def arrive(self) -> None:
-        """Wait for the sums, and give them to the optimizer."""
+    def saved(self, stage: Stage, put: Put) -> Any:
+        """Returns the sums, which have arrived, and whose they are; see `under_way.py`."""
+        every = stage.weights.all
+        return [[[every.index(w) for w in part.weights], put(part.total)] for part in self.parts]
+
+    @classmethod
+    def resume(cls, stage: Stage, saved: Any, get: Get) -> Sums:
+        """Inverts `saved`."""
+        every = stage.weights.all
+        return cls([_Sum([every[n] for n in own], get(total), None) for own, total in saved])
+
+    def wait(self) -> None:
+        """Wait for the sums."""
         for part in self.parts:
             if part.waiting is not None:
                 part.waiting.wait()
+
+    def arrive(self) -> None:
+        """Wait for the sums, and give them to the optimizer."""
+        self.wait()
+        for part in self.parts:
             sizes = [weight.updated.numel() for weight in part.weights]
             for weight, own in zip(part.weights, part.total.split(sizes), strict=True):
                 weight.updated.grad = own.view(weight.updated.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.ir.crossing import Side, crossing
 from autopar.ir.tensor import TensorType
 from autopar.runtime.parameters.pieces import Parameter
-from autopar.runtime.pipeline.messages import Letter, Post, Way, Wires
+from autopar.runtime.pipeline.messages import TAGS, Letter, Post, Way, Wires
 from autopar.runtime.pipeline.stage import Stage
 
 Key = tuple[int, int]  # stage, copy
@@ -73,7 +73,7 @@ class Copies:
         """
         wanted = {name: held for name, held in self.holders.items() if not names or name in names}
         numbers = {key: number for key, number in self._numbers.items() if key[0] in wanted}
-        post = Post(self._ways, self.rank, self.device, self.wires)
+        post = Post(self._ways, self.rank, self.device, self.wires, TAGS)
         mine = {key: stage for key, stage in self.stages.items() if stage.runtime.rank >= 0}
         for (name, a, _), number in numbers.items():
             if a in mine:

@@ -9,18 +9,22 @@ those that its forward saw, or, where nothing is stashed, the newest ones.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from autopar.errors import CheckpointError
 from autopar.ir.pipeline_step import Adjustment
 from autopar.runtime.parameters.shards import Weight, Weights
+from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 
 VELOCITY = "velocity"  # in the optimizer's state of a parameter, so that checkpoints have it
 
@@ -33,6 +37,28 @@ class _Reference:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+class _Slot:
+    """A tensor that autograd keeps, which a checkpoint can find."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward whose backward is to come.
+
+    Attributes:
+        version: of the weights that it ran on.
+        slots: what autograd keeps of it, in order, where no older version is held.
+    """
+
+    version: int
+    slots: list[weakref.ref[_Slot]] = field(default_factory=list)
 
 
 class Versions:
@@ -55,6 +81,7 @@ class Versions:
         self._trained: list[Weight] = [w for w in weights.all if w.updated.requires_grad]
         self._older: deque[list[Tensor]] = deque()  # the next older one first
         self._before: list[Tensor] = []
+        self._forwards: dict[int, _Forward] = {}
 
     @property
     def nbytes(self) -> int:
@@ -62,27 +89,37 @@ class Versions:
         return sum(tensor.nbytes for version in (*self._older, self._before) for tensor in version)
 
     @contextmanager
-    def forward(self, age: int) -> Iterator[None]:
+    def forward(self, age: int, microbatch: int) -> Iterator[None]:
         """Inside, a forward runs on weights of this age, and autograd looks parameters up."""
-        with self._instead(self._of(age)):
-            held = {w.held.untyped_storage().data_ptr(): w.held for w in self._trained}
-            held.pop(0, None)  # of parameters without elements
+        made = _Forward(self.updates - min(age, self.updates))
+        if torch.is_grad_enabled():
+            self._forwards[microbatch] = made
+        with self._instead(self._of(age)), self._packing(made, lambda tensor: tensor):
+            yield
 
-            def pack(tensor: Tensor) -> Tensor | _Reference:
-                known = held.get(tensor.untyped_storage().data_ptr())
-                if known is None:
-                    return tensor
-                if known.dtype != tensor.dtype:
-                    return tensor.clone()
+    def _packing(self, made: _Forward, kept: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:
+        """Hooks by which autograd keeps no parameters, and of other tensors what `kept` gives."""
+        held = {w.held.untyped_storage().data_ptr(): w.held for w in self._trained}
+        held.pop(0, None)  # of parameters without elements
+
+        def pack(tensor: Tensor) -> Tensor | _Reference | _Slot:
+            known = held.get(tensor.untyped_storage().data_ptr())
+            if known is not None and known.dtype == tensor.dtype:
                 shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
                 return _Reference(known, shape, tensor.stride(), offset)
+            tensor = kept(tensor if known is None else tensor.clone())
+            if self._count > 1:
+                return tensor
+            slot = _Slot(tensor)
+            made.slots.append(weakref.ref(slot))
+            return slot
 
-            with saved_tensors_hooks(pack, _looked_up):
-                yield
+        return saved_tensors_hooks(pack, _looked_up)
 
     @contextmanager
-    def backward(self, age: int, optimizer: Optimizer) -> Iterator[None]:
+    def backward(self, age: int, microbatch: int, optimizer: Optimizer) -> Iterator[None]:
         """Inside, a backward runs on weights of this age, corrected if that is asked for."""
+        self._forwards.pop(microbatch, None)
         wanted = self._of(age)
         if self._adjustment.decay and self.total:
             delay = self._adjustment.delays[self._stage]
@@ -155,11 +192,69 @@ class Versions:
         """Begin with the newest weights alone: nothing is under way."""
         self.updates = 0
         self._older.clear()
+        self._forwards.clear()
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def saved(self, put: Put) -> Any:
+        """Returns the versions, and what forwards have left; see `under_way.py`."""
+        return {
+            "updates": self.updates,
+            "total": self.total,
+            "older": [put_all(version, put) for version in self._older],
+            "forwards": {
+                microbatch: [made.version, put_all(list(map(_tensor_of, made.slots)), put)]
+                for microbatch, made in self._forwards.items()
+            },
+        }
+
+    def resume(self, saved: Any, get: Get) -> None:
+        """Takes the versions back."""
+        self.updates, self.total = saved["updates"], saved["total"]
+        older = [[get(entry) for entry in version] for version in saved["older"]]
+        for version in older:
+            for weight, value in zip(self._trained, version, strict=True):
+                if weight.held.shape != value.shape or weight.held.dtype != value.dtype:
+                    raise CheckpointError(f"an older version of {weight.name} does not fit it")
+        self._older = deque(older)
+
+    @contextmanager
+    def again(self, microbatch: int, saved: Any, get: Get) -> Iterator[None]:
+        """Inside, a forward of a saved microbatch leaves what it left before."""
+        version, entries = saved["forwards"][microbatch]
+        age = self.updates - version
+        if not 0 <= age < self._count:
+            age = 0
+        elif self._count > 1 and age > len(self._older):
+            raise CheckpointError(f"version {version} of the weights is not in the checkpoint")
+        left = iter(get_all(entries, get))
+
+        def kept(tensor: Tensor) -> Tensor:
+            was = next(left, None)
+            if was is None:
+                return tensor
+            if was.shape != tensor.shape or was.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"stage {self._stage} left {list(was.shape)} of microbatch {microbatch} to its"
+                    f" backward, and {list(tensor.shape)} when it ran again"
+                )
+            return was
+
+        made = self._forwards[microbatch] = _Forward(version)
+        with self._instead(self._of(age)), self._packing(made, kept):
+            yield
 
 
-def _looked_up(kept: Tensor | _Reference) -> Tensor:
+def _tensor_of(slot: weakref.ref[_Slot]) -> Tensor | None:
+    found = slot()
+    return None if found is None else found.tensor
+
+
+def _looked_up(kept: Tensor | _Reference | _Slot) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    if isinstance(kept, _Slot):
+        return kept.tensor
     return kept.held.detach().as_strided(kept.size, kept.stride, kept.offset)
 
 

@@ -61,6 +61,7 @@ class Peers:
 
     Attributes:
         world, rank: number of processes, and the rank of this one.
+        ranks: the global ranks of all processes.
         recorder: records the activity of this process.
         dumps: writes the records.
         everyone: the default group's channel; None for a single process.
@@ -70,6 +71,7 @@ class Peers:
         self.recorder = Recorder()
         self.dumps = Dumps()
         self.world, self.rank = 1, 0
+        self.ranks: tuple[int, ...] = (0,)
         self.everyone: Channel | None = None
         # A weak reference: the group ends when the user destroys it, and all others with it.
         self._whole: ReferenceType[dist.ProcessGroup] | None = None
@@ -78,9 +80,9 @@ class Peers:
         if whole is not None:
             self._whole = weakref.ref(whole)
             self.world, self.rank = dist.get_world_size(), dist.get_rank()
+            self.ranks = tuple(range(self.world))
             if self.world > 1:
-                ranks = tuple(range(self.world))
-                self.everyone = Channel("all", ranks, self._whole, self.recorder)
+                self.everyone = Channel("all", self.ranks, self._whole, self.recorder)
 
     @classmethod
     def here(cls) -> Peers:
@@ -124,8 +126,24 @@ class Peers:
             channels.append(one)
         return Lease(self, channels)
 
-    def own(self, purpose: str, backend: str) -> Lease:
-        """Returns an unshared channel of all processes, for use in a thread."""
+    def within(self, replicas: Sequence[tuple[int, ...]]) -> Peers:
+        """Returns this process's replica, as if its ranks were all there are.
+
+        Every process calls it alike, and then asks its replica for groups at the same points: a
+        request for groups makes those of all replicas.
+
+        Args:
+            replicas: the global ranks of each, all of one size, in one order.
+        """
+        return _Replica(self, replicas)
+
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
+        """Returns an unshared channel of all processes, for what goes on beside other programs.
+
+        Args:
+            purpose: name in records.
+            backend: of torch; None for the default.
+        """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
@@ -170,6 +188,37 @@ class Peers:
             handle = one.channel.take()
             if there and handle is not None:
                 dist.destroy_process_group(handle)
+
+
+class _Replica(Peers):
+    """The peers of one replica; see `Peers.within`."""
+
+    def __init__(self, whole: Peers, replicas: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(None)
+        self.recorder, self.dumps, self.rank = whole.recorder, whole.dumps, whole.rank
+        self._around, self._replicas = whole, tuple(replicas)
+        self._number = next(n for n, ranks in enumerate(replicas) if whole.rank in ranks)
+        self.ranks = self._replicas[self._number]
+        self.world = len(self.ranks)
+        if self.world > 1:
+            self._lease = self.shared("replica", [self.ranks])
+            (self.everyone,) = self._lease.channels
+
+    def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
+        places = [[self.ranks.index(rank) for rank in ranks] for ranks in groups]
+        everywhere = [
+            tuple(members[place] for place in group)
+            for members in self._replicas
+            for group in places
+        ]
+        lease = self._around.shared(purpose, everywhere)
+        if lease.channels:
+            first = self._number * len(groups)
+            lease.channels = lease.channels[first : first + len(groups)]
+        return lease
+
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
+        return self._around.own(purpose, backend)
 
 
 def _name(purpose: str, ranks: tuple[int, ...]) -> str:

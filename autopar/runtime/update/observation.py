@@ -60,7 +60,7 @@ def observed(
 
 def _rules(optimizer: OptimizerFactory, options: Options) -> tuple[Rule, ...]:
     """Returns the rules of parameters in a group with these options."""
-    known = described(_made(optimizer, options, torch.zeros(4, 4)))
+    known = described(_made(optimizer, options, torch.zeros(4, 4))[0])
     if known is not None:
         return known
     rules = {}
@@ -142,11 +142,14 @@ def _state(name: str, value: Tensor, other: Any, shape: Sequence[int]) -> State:
     return State(name, dtype, extents)
 
 
-def _made(optimizer: OptimizerFactory, options: Options, weight: Tensor) -> Optimizer:
-    """Returns an optimizer of one parameter in a group with these options."""
+def _made(
+    optimizer: OptimizerFactory, options: Options, weight: Tensor
+) -> tuple[Optimizer, nn.Parameter]:
+    """Returns an optimizer of one parameter in a group with these options, and the parameter."""
     parameter = nn.Parameter(weight.clone())
     try:
-        return optimizer([{"params": [parameter], **options}] if options else [parameter])
+        given = [{"params": [parameter], **options}] if options else [parameter]
+        return optimizer(given), parameter
     except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
             f"cannot make the optimizer {factory_name(optimizer)}",
@@ -159,8 +162,7 @@ def _stepped(
     optimizer: OptimizerFactory, options: Options, weight: Tensor, grads: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Returns a parameter after a step with each gradient, and its state."""
-    instance = _made(optimizer, options, weight)
-    parameter = instance.param_groups[0]["params"][0]
+    instance, parameter = _made(optimizer, options, weight)
     try:
         for grad in grads:
             parameter.grad = grad.clone()

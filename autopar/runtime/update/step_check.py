@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, NonFiniteError, ProgramError
-from autopar.runtime.ranks.agreement import gathered
 
 if TYPE_CHECKING:
     from autopar.runtime.update.scaler import Scaler
@@ -46,6 +45,7 @@ class Seen:
         world: number of ranks.
         add_up: returns the sum of a tensor over all ranks.
         differences: describes how ranks with different tokens differ; all of them call it.
+        gather: returns what every rank passes; all of them call it.
     """
 
     loss: Tensor
@@ -54,6 +54,7 @@ class Seen:
     world: int
     add_up: AddUp
     differences: Callable[[], AutoparError]
+    gather: Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class StepCheck:
             raise seen.differences()
         if not fine and self.policy == "raise":
             faults = [_first(pairs) for pairs in (list(seen.inputs.items()), *named())]
-            raise _error(self.steps, loss, norm, gathered(faults))
+            raise _error(self.steps, loss, norm, seen.gather(faults))
 
     def end(self, differences: Callable[[], AutoparError]) -> None:
         """Ends a step; if the host reads late, raises the error of the previous step.

@@ -262,8 +262,8 @@ def _factor(adjust: str | None, rows: int, columns: int) -> float:
 
 
 def rules(optimizer: Optimizer) -> tuple[Rule, ...] | None:
-    """Returns the rules of the first group of Muon, this module's or torch's."""
-    group = optimizer.param_groups[0]
+    """Returns the rules of the first group of Muon with parameters, this module's or torch's."""
+    group = next(group for group in optimizer.param_groups if group["params"])
     if type(optimizer) is torch.optim.Muon:
         return (_rule({**group, "dtype": "bf16"}),)
     if type(optimizer) is not Muon:

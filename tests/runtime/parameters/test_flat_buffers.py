@@ -190,7 +190,9 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
     inputs = executor._prepare(executor.main, batch, "step")
     if how:
         loss, token = torch.ones(()), inputs[TOKEN]
-        seen = Seen(loss, token, inputs, 1, executor._add_up, executor._intake.differences)
+        seen = Seen(
+            loss, token, inputs, 1, executor._add_up, executor._intake.differences, lambda x: [x]
+        )
         with NoWaiting():
             executor.update.step(executor._squares, seen)
     else:

@@ -1,0 +1,175 @@
+"""What compressed reductions keep from step to step, in a checkpoint.
+
+Every device has a residual of its own: of a parameter of shape (a, b) they are saved as one tensor
+(devices, a, b). A program on the same mesh with the same reductions goes on with them to the bit.
+Another one owes the same in all: its devices divide the sum of all residuals equally, and a factor
+of low rank begins again. A fused parameter that is cut otherwise begins without a residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.ir.storage import REDUCED, Hop
+from autopar.runtime.checkpoint.boxes import Box
+from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.index import Index, Stored
+from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.checkpoint.values import DTYPES
+from autopar.runtime.communication.compressed import Memory
+
+
+class _Holder(NamedTuple):
+    """A parameter that this rank holds, and the name of what is kept of it.
+
+    Attributes:
+        held: the parameter.
+        memory: what is kept of it.
+        name: unlike that of another stage which holds the parameter.
+    """
+
+    held: Held
+    memory: Memory
+    name: str
+
+    @property
+    def slots(self) -> dict[str, Hop]:
+        """The reductions that leave a residual, by the names of these."""
+        return {
+            f"{when}{place}": hop
+            for when in REDUCED
+            for place, hop in enumerate(self.held.path(when))
+            if hop.residual
+        }
+
+    def rows(self, hop: Hop) -> int:
+        """Returns how many devices have a residual of the same elements."""
+        return math.prod(self.held.state.comm.mesh.axis_size(axis) for axis in self._over(hop))
+
+    def box(self, hop: Hop) -> Box:
+        """Returns the place of this rank's residual among those of all devices."""
+        comm = self.held.state.comm
+        row = 0
+        for axis in self._over(hop):
+            row = row * comm.mesh.axis_size(axis) + comm.coordinate[axis]
+        bounds = hop.src.bounds(self.held.parameter.shape, comm.mesh, comm.coordinate)
+        return Box((row, *(start for start, _ in bounds)), (1, *(length for _, length in bounds)))
+
+    def shape(self, hop: Hop) -> tuple[int, ...]:
+        """Returns the shape of the residuals of all devices."""
+        return (self.rows(hop), *self.held.parameter.shape)
+
+    def _over(self, hop: Hop) -> list[str]:
+        split = {axis for axes in hop.src.dims for axis in axes}
+        return [axis for axis in self.held.state.comm.mesh.names if axis not in split]
+
+
+def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
+    """Yields the parameters with compressed reductions; two stages may hold one of them."""
+    seen: Counter[str] = Counter()
+    for h in held:
+        first = f"residual.{h.parameter.key}.{h.state.comm.ranks[0]}"
+        if h.memory is not None:
+            yield _Holder(h, h.memory, f"{first}.{seen[first]}")
+            seen[first] += 1
+
+
+def residual_parts(held: Sequence[Held]) -> list[Part]:
+    """Returns what this rank keeps, to be saved."""
+    parts = []
+    for holder in _holders(held):
+        slots = holder.slots
+        for slot, tensor in holder.memory.items():
+            if hop := slots.get(slot):
+                shape = holder.shape(hop)
+                parts.append(
+                    Part(f"{holder.name}.{slot}", tensor.unsqueeze(0), holder.box(hop), shape)
+                )
+            else:
+                name = f"{holder.name}.{slot}.{holder.held.state.comm.rank}"
+                shape = tuple(tensor.shape)
+                parts.append(Part(name, tensor, Box.whole(shape), shape))
+    return parts
+
+
+class Residuals:
+    """What compressed reductions kept, to be read from a checkpoint and then put in its place.
+
+    Args:
+        held: the parameters of this rank.
+        index: the checkpoint.
+    """
+
+    def __init__(self, held: Sequence[Held], index: Index) -> None:
+        self.parts: list[Part] = []
+        self._kept: list[tuple[Memory, str, list[Tensor], int]] = []
+        self._held = held
+        for holder in _holders(held):
+            stored = {
+                name: entry
+                for name, entry in index.tensors.items()
+                if name.startswith(f"residual.{holder.held.parameter.key}.")
+            }
+            slots = holder.slots
+            wanted = {f"{holder.name}.{slot}": holder.shape(hop) for slot, hop in slots.items()}
+            known = {name: entry.shape for name, entry in stored.items() if not _of_one(name)}
+            same = slots and wanted == {n: known[n] for n in known if n.startswith(holder.name)}
+            if same:
+                self._go_on(holder, stored)
+            elif slots and holder.held.first and holder.name.endswith(".0"):
+                self._divide(holder, stored)
+
+    def _go_on(self, holder: _Holder, stored: dict[str, Stored]) -> None:
+        for slot, hop in holder.slots.items():
+            name = f"{holder.name}.{slot}"
+            room = self._room(name, stored[name], holder.box(hop), holder)
+            self._kept.append((holder.memory, slot, [room], 1))
+        end = f".{holder.held.state.comm.rank}"
+        for name, entry in stored.items():
+            slot = name.removeprefix(f"{holder.name}.").removesuffix(end)
+            if name == f"{holder.name}.{slot}{end}":
+                room = self._room(name, entry, Box.whole(entry.shape), holder)
+                self._kept.append((holder.memory, slot, [room.unsqueeze(0)], 1))
+
+    def _divide(self, holder: _Holder, stored: dict[str, Stored]) -> None:
+        """Takes this rank's part of the sum of everything that is owed, divided by the devices."""
+        slot, hop = next(iter(holder.slots.items()))
+        box, shape = holder.box(hop), holder.held.parameter.shape
+        rooms = []
+        for name, entry in stored.items():
+            if entry.shape[1:] == shape and not _of_one(name):
+                rows = Box((0, *box.offsets[1:]), (entry.shape[0], *box.sizes[1:]))
+                rooms.append(self._room(name, entry, rows, holder))
+        if rooms:
+            self._kept.append((holder.memory, slot, rooms, holder.rows(hop)))
+
+    def _room(self, name: str, entry: Stored, box: Box, holder: _Holder) -> Tensor:
+        device = holder.held.tensor.device
+        tensor = torch.empty(box.sizes, dtype=DTYPES[entry.dtype], device=device)
+        self.parts.append(Part(name, tensor, box, entry.shape))
+        return tensor
+
+    def give(self) -> None:
+        """Replaces what is kept by what was read."""
+        forget(self._held)
+        for memory, slot, rooms, devices in self._kept:
+            total = torch.stack([room.sum(0) for room in rooms]).sum(0)
+            memory[slot] = total / devices if devices > 1 else total
+
+
+def _of_one(name: str) -> bool:
+    """Returns whether a tensor belongs to one device, whose number its name ends with."""
+    return name.rpartition(".")[2].isdigit()
+
+
+def forget(held: Sequence[Held]) -> None:
+    """Drops what is kept: it belongs to other weights."""
+    for h in held:
+        if h.memory is not None:
+            h.memory.clear()

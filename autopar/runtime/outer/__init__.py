@@ -1,0 +1,1 @@
+"""Replicas that train apart: rounds, outer methods, and what a program with them does."""

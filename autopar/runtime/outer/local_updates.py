@@ -1,0 +1,375 @@
+"""LocalUpdates: a program whose replicas train apart along independent axes of the mesh.
+
+Every replica runs a program of its own, planned for the other axes, on its part of each batch; an
+outer method brings their parameters together. A step communicates inside the replica only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.errors import BatchError
+from autopar.ir.mesh import Mesh
+from autopar.ir.outer import Outer
+from autopar.ir.tensor import Layout, TensorType
+from autopar.runtime.calls.batches import Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part
+from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.executor import Executor
+from autopar.runtime.outer.buckets import buckets_of
+from autopar.runtime.outer.methods import method_of
+from autopar.runtime.outer.replica_state import ReplicaState
+from autopar.runtime.outer.rounds import Report, Rounds
+from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.shared import Lease, Peers
+from autopar.runtime.runtime import typed
+from autopar.runtime.step_parts import PHASE
+from autopar.runtime.update.update import Update
+
+Step = Callable[[Mapping[str, Tensor]], Tensor]
+Forward = Callable[[Mapping[str, Tensor]], Evaluated]
+
+
+class LocalUpdates:
+    """One device's part of a program with independent replicas.
+
+    Args:
+        program: of this device's replica.
+        outer: how replicas synchronise.
+        mesh: all devices.
+        peers: of the replica; see `Peers.within`.
+        sliced: whether every rank passes the batch of all replicas, or else its own part.
+
+    Attributes:
+        replicas: their number.
+        index: the number of this device's replica.
+        watch: stops this rank if another fails.
+        apart: what replicas save and load beside a program's state.
+    """
+
+    watch: Watch
+
+    def __init__(
+        self,
+        program: Executor | Pipeline,
+        outer: Outer,
+        mesh: Mesh,
+        peers: Peers,
+        sliced: bool = True,
+    ) -> None:
+        self._sliced = sliced
+        self.program, self.outer, self.mesh, self.peers = program, outer, mesh, peers
+        self.replicas = outer.count(mesh)
+        self.method = method_of(outer)
+        everyone = Peers.here()
+        groups = outer.peers(mesh)
+        self._lease: Lease = everyone.shared("outer", groups)
+        own = next(n for n, ranks in enumerate(groups) if everyone.rank in ranks)
+        self._channel = self._lease.channels[own] if len(groups[own]) > 1 else None
+        self.index = groups[own].index(everyone.rank)
+        self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
+        self._intake = Intake(self._device, everyone.everyone)
+        self._own = program.watch
+        self.apart = ReplicaState(self)
+        if outer.on_loss == "continue":
+            self.watch = program.watch
+        else:
+            self.watch = Watch.over(range(mesh.size))
+            self.watch.start()
+        if program.loaded:
+            self._alike()
+        apart = _copied(program) if isinstance(program, Pipeline) else frozenset()
+        buckets = buckets_of(self._weights, self.method, self._device, apart)
+        self.rounds = Rounds(
+            self.method, outer.tau, buckets, self._channel, self._slowest, self._gather
+        )
+
+    @property
+    def _weights(self) -> list[Weights]:
+        program = self.program
+        if isinstance(program, Executor):
+            return [program.weights]
+        return [stage.weights for stage in program.stages.values()]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """Parameters and buffers as this device holds them."""
+        program = self.program
+        stages = [program] if isinstance(program, Executor) else program.stages.values()
+        return [tensor for stage in stages for tensor in stage.tensors]
+
+    @torch.no_grad()
+    def _alike(self) -> None:
+        """Gives all replicas the first one's values."""
+        if self._channel is None:
+            return
+        masters = [place for weights in self._weights for place in weights.masters.values()]
+        updated = [tensor for weights in self._weights for tensor in weights.updated]
+        for tensor in (*self._tensors, *updated, *masters):
+            self._broadcast(tensor.detach())
+        self.program.update.restart()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        assert self._channel is not None
+        value = tensor.to(self._device).contiguous()
+        self._channel.broadcast(value, self._channel.ranks[0])
+        tensor.copy_(value)
+
+    def _gather(self) -> None:
+        """Makes what is held of what was updated."""
+        for weights in self._weights:
+            weights.gather()
+
+    def _slowest(self, seconds: Tensor) -> Tensor:
+        if self.peers.everyone is not None:
+            self.peers.everyone.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds
+
+    # One step ------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Tensor], step: Step | None = None) -> Tensor:
+        """Makes a local step on this replica's part of a batch, and synchronises if it is due.
+
+        Args:
+            batch: the tensors by name.
+            step: the replica's own step, by default of its first program.
+
+        Returns:
+            The replica's loss, a scalar, alike on its ranks. `report.loss` is the mean over
+            replicas.
+
+        Raises:
+            BatchError: a tensor of the batch does not divide among the replicas.
+            AutoparError: as `Executor.step`; a fault of one replica is a RankFailedError elsewhere.
+        """
+        with self.watch:
+            loss = (step or self.program.step)(self._part(batch))
+            with self.peers.recorder.part(PHASE, "synchronisation"):
+                self.rounds.step(loss, float(self.optimizer.param_groups[0]["lr"]))
+        return loss
+
+    def _part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns this replica's rows of every tensor; scalars belong to all."""
+        if not self._sliced:
+            return dict(batch)
+        return {name: self._rows(name, value) for name, value in batch.items()}
+
+    def _rows(self, name: str, value: Tensor) -> Tensor:
+        if not value.dim():
+            return value
+        rows, rest = divmod(value.shape[0], self.replicas)
+        if rest:
+            raise BatchError(
+                f"the input {name!r} does not divide into {self.replicas} replicas",
+                why=f"its shape is {list(value.shape)}; every replica takes an equal slice along "
+                "the first dimension",
+                todo="pass a batch whose size is a multiple of the number of replicas",
+            )
+        return value.narrow(0, self.index * rows, rows)
+
+    @property
+    def report(self) -> Report:
+        """What is known of the last round."""
+        return self.rounds.report
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of what this device updates."""
+        return self.program.optimizer
+
+    @property
+    def update(self) -> Update:
+        """The inner update."""
+        return self.program.update
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the replica's gradients in the last step."""
+        return self.program.grad_norm
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What this rank holds of its replica."""
+        return self.program.held
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by name."""
+        return self.program.shapes
+
+    def refresh(self) -> None:
+        """As `Executor.refresh`."""
+        self.program.refresh()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are values."""
+        return self.program.loaded
+
+    @loaded.setter
+    def loaded(self, value: bool) -> None:
+        self.program.loaded = value
+
+    streams = ""  # what is under way in a replica ends before a checkpoint
+
+    def settle(self) -> None:
+        """As `Executor.settle`."""
+        self.program.settle()
+
+    def drain(self) -> None:
+        """As `Executor.drain`."""
+        self.program.drain()
+
+    def under_way(self) -> None:
+        """Ends what is under way; a checkpoint then needs nothing of it."""
+        self.program.drain()
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Never called, since nothing under way is saved."""
+
+    def meet(self, call: str, drain: bool = True) -> None:
+        """Compares a call with those of all ranks, and ends the steps before it."""
+        with self.watch:
+            self._intake.meet(f"{call} after step {self.rounds.steps}")
+            self.program.meet(call)
+            self.rounds.settle()
+
+    # All replicas together -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> Evaluated:
+        """Runs a forward with the parameters that the replicas agree on; changes nothing.
+
+        Every replica computes its part of the batch. Outputs stand in a row along their first
+        dimension; of scalars it is the mean.
+
+        Args:
+            batch: the tensors by name.
+            forward: the replica's own forward, by default of its first program.
+        """
+        with self.watch:
+            part = self._part(batch)
+            with self.together():
+                own = (forward or self.program.forward)(part)
+            shards = {n: v if v.dim() else self._joined(v) for n, v in own.shards.items()}
+
+        def gather() -> dict[str, Tensor]:
+            with self.watch, torch.no_grad():
+                return {name: self._joined(value) for name, value in own.gather().items()}
+
+        return Evaluated(shards, {n: self._whole(t) for n, t in own.layouts.items()}, gather)
+
+    def _whole(self, text: str) -> str:
+        """Returns the layout of an output of all replicas, given that of one replica's."""
+        dtype, shape, layout = typed(text)
+        if not shape:
+            return text
+        dims = ((*self.outer.axes, *layout.dims[0]), *layout.dims[1:])
+        whole = Layout(dims, layout.partial, layout.varying)
+        return f"{dtype}{whole.format((shape[0] * self.replicas, *shape[1:]))}"
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        own = self.program.part
+        if self._sliced:
+            return own
+        return Part(self.index * own.world + own.rank, self.replicas * own.world)
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The types of the inputs that this rank passes, by name."""
+        return self.types_of(self.program.types)
+
+    def types_of(self, types: Mapping[str, str]) -> Mapping[str, str]:
+        """Returns the types of the inputs that a rank passes, given those of a replica."""
+        if not self._sliced:
+            return types
+        own = {name: TensorType.parse(text) for name, text in types.items()}
+        shapes = {n: (t.shape[0] * self.replicas, *t.shape[1:]) for n, t in own.items() if t.shape}
+        return {n: str(TensorType(t.dtype, shapes.get(n, ()))) for n, t in own.items()}
+
+    def _joined(self, value: Tensor) -> Tensor:
+        if self._channel is None:
+            return value
+        value = value.contiguous()
+        joined = value.new_empty((self.replicas, *value.shape))
+        self._channel.all_gather(joined.view(-1), value.view(-1))
+        return joined.flatten(0, 1) if value.dim() else joined.sum() / self.replicas
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all replicas hold the parameters that `outer.evaluate` names."""
+        self.rounds.settle()
+        buckets = self.rounds.buckets
+        kept = [bucket.values() for bucket in buckets]
+        written = self._written()
+        before = [tensor.clone() for tensor in written]
+        for bucket in buckets:
+            bucket.give(self.agreed(bucket.values(), bucket.states))
+        for tensor in written:
+            tensor.copy_(self._mean(tensor.clone()))
+        self._gather()
+        try:
+            yield
+        finally:
+            for bucket, values in zip(buckets, kept, strict=True):
+                bucket.give(values)
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+            self._gather()
+
+    def agreed(self, values: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """Returns a bucket's anchor, or the average of the replicas' values."""
+        return states["anchor"] if "anchor" in states else self._mean(values)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Returns the mean over the replicas of a tensor, which is overwritten."""
+        if self._channel is not None:
+            self._channel.all_reduce(values)
+            values.div_(self.replicas)
+        return values
+
+    def _written(self) -> Sequence[Tensor]:
+        """Floating-point buffers, such as running statistics, which replicas have of their own."""
+        return [t for t in self._tensors if not t.requires_grad and t.is_floating_point()]
+
+    def state_dict(self, average: bool = False) -> dict[str, Tensor]:
+        """As `Executor.state_dict`, of the parameters that replicas agree on."""
+        if average:
+            own = self.program.state_dict(average=True)
+            return {
+                n: self._mean(v.clone()) if v.is_floating_point() else v for n, v in own.items()
+            }
+        with torch.no_grad(), self.together():
+            return {name: value.clone() for name, value in self.program.state_dict().items()}
+
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """As `Executor.load_state_dict`; all replicas begin anew from these values."""
+        self.program.load_state_dict(values)
+        self.rounds.restart()
+
+    def close(self) -> None:
+        """Waits for messages under way, and gives back threads and process groups."""
+        try:
+            self.rounds.settle()
+        finally:
+            if self.watch is not self._own:
+                self.watch.close()
+            self.program.close()
+            self._lease.close()
+
+
+def _copied(pipeline: Pipeline) -> frozenset[str]:
+    """Returns the names of parameters that several stages hold."""
+    holders = pipeline.copies.holders.values()
+    return frozenset(parameter.name for held in holders for parameter in held.values())

@@ -1,0 +1,60 @@
+"""CO2 (Sun et al., arXiv:2401.16265, algorithm 1): averages of round t arrive during round t + 1.
+
+    m = clip(beta m + (anchor - mean(x of the round before)) / penalty)
+    anchor = anchor - rate m,    the next round starts from the anchor
+
+In the first round nothing has arrived: replicas go on from where they are. The clip bounds every
+element by `clip`; the authors' published code clips out of place, so that it never does, and keeps
+the penalty constant. Here both follow the paper, and each can be off. The penalty is
+
+    1 + gamma / (the highest gamma so far),    gamma the inner learning rate,
+
+since the gap between an average and the anchor that it is compared with grows with the learning
+rate, or the given number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from autopar.runtime.outer.method import OFF, Method, Now, Option
+
+_RATE = "rate"
+
+
+class CO2(Method):
+    """Outer momentum of averages that are a round old."""
+
+    NAME = "co2"
+    OPTIONS = {  # noqa: RUF012
+        "beta": Option(0.2, 0.0, 1.0),
+        "rate": Option(1.0),
+        "penalty": Option(_RATE, 1.0, 1e6, (_RATE, OFF)),
+        "clip": Option(1.0, 1e-12, 1e12, (OFF,)),
+    }
+    STATES = ("anchor", "momentum")
+    CHANGES = "replicas take tau steps apart, and an outer momentum uses averages a round late"
+    late = True
+
+    def exchange(
+        self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
+    ) -> None:
+        """Makes the outer step by what has arrived, and sends the round's result."""
+        anchor, momentum = states["anchor"], states["momentum"]
+        if arrived:
+            momentum.mul_(self.number("beta")).add_((anchor - message).div_(self.penalty(now)))
+            if self.options["clip"] != OFF:
+                momentum.clamp_(-self.number("clip"), self.number("clip"))
+            anchor.sub_(momentum * self.number("rate"))
+        message.copy_(x)
+        if arrived:
+            x.copy_(anchor)
+
+    def penalty(self, now: Now) -> float:
+        """Returns the penalty of the staleness gap."""
+        given = self.options["penalty"]
+        if given == OFF:
+            return 1.0
+        return 1.0 + now.rate / now.highest if given == _RATE else float(given)

@@ -1,0 +1,23 @@
+"""LocalSGD and Local-AdamW (Stich, arXiv:1805.09767): replicas take the average of parameters.
+
+The state of the inner optimizer stays each replica's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from autopar.runtime.outer.method import Method, Now
+
+
+class Local(Method):
+    """x = mean(x) at the end of a round."""
+
+    NAME = "local"
+    CHANGES = "replicas take tau steps apart, and then their average"
+
+    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+        """Takes the average."""
+        x.copy_(average)

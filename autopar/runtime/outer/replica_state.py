@@ -1,0 +1,116 @@
+"""The state of replicas in a checkpoint.
+
+    model.NAME, optimizer.NAME.KEY        what all agree on, and the first replica's optimizer
+    replica.N.model.NAME, ...             what replica N holds
+    outer.STATE.NAME                      anchors, momenta, and averages that wait for their use
+
+So any other plan loads such a checkpoint as that of one program, and the same replicas go on to the
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.checkpoint.boxes import Box
+from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.index import Index
+from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.checkpoint.values import decode
+
+if TYPE_CHECKING:
+    from autopar.runtime.outer.buckets import Bucket
+    from autopar.runtime.outer.local_updates import LocalUpdates
+
+_MESSAGE, _LOSSES = "message", "losses"
+
+
+class ReplicaState:
+    """What this rank's replica saves and loads.
+
+    Args:
+        program: whose replica it is.
+    """
+
+    def __init__(self, program: LocalUpdates) -> None:
+        self._program = program
+
+    @torch.no_grad()
+    def saved(self, own: Sequence[Part]) -> list[Part]:
+        """Returns the replica's own parts, and if it is the first, what all agree on."""
+        program = self._program
+        program.rounds.settle()
+        number = program.index
+        # Copies, as the tensors themselves are changed while all hold what they agree on.
+        found = [replace(p, name=f"replica.{number}.{p.name}") for p in own]
+        found.append(self._losses())
+        with program.together():
+            agreed = [replace(p, tensor=p.tensor.detach().clone()) for p in own]
+        if number == 0:
+            found += agreed
+            for bucket in program.rounds.buckets:
+                states = dict(bucket.states)
+                if bucket.message is not None:
+                    states[_MESSAGE] = bucket.message
+                found += self._parts(bucket, states, first=True)
+        return found
+
+    def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
+        """Returns the replica's own parts where the checkpoint has them, and outer states."""
+        found = []
+        for part in own:
+            name = f"replica.{self._program.index}.{part.name}"
+            found.append(replace(part, name=name) if name in index.tensors else part)
+        if not self._fits(decode(index.details.get("outer"))):
+            return found
+        if self._losses().name in index.tensors:
+            found.append(self._losses())
+        for bucket in self._program.rounds.buckets:
+            states = dict(bucket.states)
+            values = bucket.values()
+            pending = self._parts(bucket, {_MESSAGE: values}, first=False)
+            bucket.message = None
+            if pending and all(part.name in index.tensors for part in pending):
+                bucket.message = states[_MESSAGE] = values
+            found += self._parts(bucket, states, first=False)
+        return found
+
+    def details(self) -> dict[str, Any]:
+        """Returns the method and the rounds."""
+        program = self._program
+        return {"method": self._method, "rounds": program.rounds.state_dict()}
+
+    def take(self, details: Any) -> None:
+        """Goes on in the round that was saved, or begins the first one."""
+        if self._fits(details):
+            self._program.rounds.load_state_dict(details["rounds"])
+        else:
+            self._program.rounds.restart()
+
+    @property
+    def _method(self) -> list[Any]:
+        """What must be alike for states to mean the same."""
+        method, program = self._program.method, self._program
+        return [method.NAME, list(method.states), method.fragments, program.replicas]
+
+    def _fits(self, details: Any) -> bool:
+        return isinstance(details, Mapping) and details.get("method") == self._method
+
+    def _losses(self) -> Part:
+        name = f"replica.{self._program.index}.{_LOSSES}"
+        return Part(name, self._program.rounds.losses, Box.whole((1,)), (1,))
+
+    def _parts(self, bucket: Bucket, states: Mapping[str, Tensor], first: bool) -> list[Part]:
+        """Returns a bucket's flat tensors as parts of tensors shaped like the parameters."""
+        held: dict[int, Held] = {id(h.updated): h for h in self._program.held}
+        return [
+            Part(f"outer.{state}.{h.name}", part, h.updated_box, h.shape)
+            for state, flat in states.items()
+            for h, part in zip((held[k] for k in bucket.keys), bucket.parts(flat), strict=True)
+            if h.first or not first
+        ]

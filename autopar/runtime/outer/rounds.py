@@ -1,0 +1,299 @@
+"""Rounds: counts local steps, and synchronises replicas when a round says so.
+
+What replicas tell one another beside parameters (losses, seconds, numbers that must be alike) goes
+with the messages, so that no step waits for the slow axes but at the end of a round. What is known
+of other replicas is then of the last round, or with a late method of the one before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.tau import MOST, Tau
+from autopar.runtime.outer.buckets import Bucket
+from autopar.runtime.outer.method import Method, Now
+from autopar.runtime.ranks.channel import Channel, Waiting
+
+EXPOSED = 0.05  # of a step's seconds, where a synchronisation cannot be hidden
+_STEADY = 0.1  # relative change of tau that is none
+_LOSS, _STEP, _SYNC = range(3)  # places in what replicas tell
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of the last round, alike on every rank.
+
+    Attributes:
+        number: rounds that have ended.
+        tau: steps of the round that follows.
+        loss: mean over replicas and steps of the last round that all have told of; NaN before.
+        step_seconds: of a local step, with what runs beside it; the slowest device's.
+        sync_seconds: from the departure of messages to the arrival of the last; the slowest's.
+        waited: seconds that this rank waited at the end of the last round.
+    """
+
+    number: int = 0
+    tau: int = 1
+    loss: float = math.nan
+    step_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    waited: float = 0.0
+
+
+def best_tau(sync: float, step: float, late: bool) -> int:
+    """Returns the fewest steps of a round that hide a synchronisation.
+
+    A late method hides it behind a round: ceil(sync / step). Any other waits for it, and takes so
+    many steps that this is at most 5 % of their time.
+
+    Args:
+        sync, step: seconds, both measured while they run side by side, which counts contention.
+        late: whether the method uses averages a round late.
+    """
+    if step <= 0:
+        return 1
+    return max(1, min(MOST, math.ceil(sync / (step if late else step * EXPOSED))))
+
+
+class Rounds:
+    """The rounds of one device.
+
+    Args:
+        method: the outer method.
+        tau: steps of a round.
+        buckets: this device's tensors.
+        channel: the peers; None for a single replica.
+        slowest: returns the largest of some numbers over the devices of the replica.
+        settle: makes what is held of changed tensors.
+
+    Attributes:
+        report: of the last round.
+        steps: made so far.
+        at: steps made in this round.
+        count: replicas that take part.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        tau: Tau,
+        buckets: Sequence[Bucket],
+        channel: Channel | None,
+        slowest: Callable[[Tensor], Tensor],
+        settle: Callable[[], None],
+    ) -> None:
+        self.method, self.buckets, self.channel = method, list(buckets), channel
+        self._tau, self._slowest, self._settle = tau, slowest, settle
+        self.count = 1 if channel is None else len(channel.ranks)
+        self.steps, self.at, self.highest = 0, 0, 0.0
+        self.first_loss, self._waited, self._sync = math.nan, 0.0, 0.0
+        self._device = self.buckets[0].device if self.buckets else torch.device("cpu")
+        self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._facts: Tensor | None = None
+        self._telling: Waiting | None = None
+        self._departed, self._began = 0.0, time.perf_counter()
+        self.report = Report(tau=self._choose(math.nan, 1))
+
+    def step(self, loss: Tensor, rate: float) -> None:
+        """Counts a local step, and does what is due after it.
+
+        Args:
+            loss: of this replica.
+            rate: the inner learning rate.
+        """
+        self.steps += 1
+        self.at += 1
+        self._losses += loss.detach().double()
+        self.highest = max(self.highest, rate)
+        now = Now(rate, self.highest or 1.0)
+        self._look()
+        if self.method.late:
+            if self.at >= self.report.tau:
+                self._exchange(now)
+        else:
+            self._prompt(now)
+        if self.at >= self.report.tau:
+            self._end()
+
+    def _look(self) -> None:
+        """Notes when all messages have arrived."""
+        if self._departed and all(bucket.is_sent for bucket in self.buckets):
+            self._sync, self._departed = time.perf_counter() - self._departed, 0.0
+
+    # What is due -------------------------------------------------------------------------------
+
+    def _prompt(self, now: Now) -> None:
+        """Sends and uses the fragments whose time has come."""
+        tau, count = self.report.tau, self.method.fragments
+        changed = False
+        for fragment in range(count):
+            due = -(-(fragment + 1) * tau // count)
+            own = [bucket for bucket in self.buckets if bucket.fragment == fragment]
+            if self.at == max(1, due - self.method.delay) and due != self.at:
+                self._depart()
+                for bucket in own:
+                    self._send(bucket, self.method.outgoing(bucket.values(), bucket.states))
+            if self.at == due:
+                for bucket in own:
+                    self._use(bucket, now)
+                changed = True
+        if changed:
+            self._settle()
+
+    @torch.no_grad()
+    def _use(self, bucket: Bucket, now: Now) -> None:
+        values = bucket.values()
+        if bucket.message is None:
+            self._depart()
+            self._send(bucket, self.method.outgoing(values, bucket.states))
+        self._arrive(bucket)
+        assert bucket.message is not None
+        self.method.update(values, bucket.message, bucket.states, now)
+        bucket.give(values)
+        bucket.message = None
+
+    @torch.no_grad()
+    def _exchange(self, now: Now) -> None:
+        """Ends a round of a late method."""
+        for bucket in self.buckets:
+            arrived = bucket.message is not None
+            self._arrive(bucket)
+            values = bucket.values()
+            if bucket.message is None:
+                bucket.message = torch.empty_like(values)
+            self.method.exchange(values, bucket.message, arrived, bucket.states, now)
+            bucket.give(values)
+        self._note()
+        self._depart()
+        for bucket in self.buckets:
+            assert bucket.message is not None
+            self._send(bucket, bucket.message)
+        self._settle()
+
+    def _depart(self) -> None:
+        self._departed = self._departed or time.perf_counter()
+
+    def _note(self) -> None:
+        if self._departed:
+            self._sync, self._departed = time.perf_counter() - self._departed, 0.0
+
+    def _send(self, bucket: Bucket, message: Tensor) -> None:
+        if self.channel is None:
+            bucket.message = message
+        else:
+            bucket.send(message, self.channel, self.method.quantised)
+
+    def _arrive(self, bucket: Bucket) -> None:
+        start = time.perf_counter()
+        bucket.arrive(self.count, self.method.quantised)
+        self._waited += time.perf_counter() - start
+
+    # The end of a round -------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Tells the other replicas of the round, hears of theirs, and begins the next."""
+        if not self.method.late:
+            self._note()
+        seconds = time.perf_counter() - self._began - self._waited
+        if self.method.late:
+            heard = self._hear()
+            self._tell(seconds)
+        else:
+            self._tell(seconds)
+            heard = self._hear()
+        report = self.report
+        loss, step, sync = (report.loss, report.step_seconds, report.sync_seconds)
+        if heard is not None:
+            loss, step, sync = heard
+            if math.isnan(self.first_loss):
+                self.first_loss = loss
+        measured = self._measured(sync, step) if heard is not None else report.tau
+        self.report = Report(
+            report.number + 1, self._choose(loss, measured), loss, step, sync, self._waited
+        )
+        self.at, self._waited, self._began = 0, 0.0, time.perf_counter()
+        self._losses.zero_()
+
+    def _measured(self, sync: float, step: float) -> int:
+        best, before = best_tau(sync, step, self.method.late), self.report.tau
+        return before if abs(best - before) <= _STEADY * before else best
+
+    def _choose(self, loss: float, measured: int) -> int:
+        return self._tau.steps_at(self.steps, loss, self.first_loss, measured)
+
+    def _tell(self, seconds: float) -> None:
+        self._facts = torch.stack(
+            [
+                self._losses / self.at,
+                *torch.tensor(
+                    [seconds / self.at, self._sync], dtype=torch.float64, device=self._device
+                ),
+            ]
+        )
+        self._facts[_STEP:] = self._slowest(self._facts[_STEP:])
+        if self.channel is not None:
+            self._telling = self.channel.all_reduce_beside(self._facts)
+
+    def _hear(self) -> tuple[float, float, float] | None:
+        """Returns loss, step and synchronisation, means over replicas, if any have told."""
+        if self._facts is None:
+            return None
+        if self._telling is not None:
+            start = time.perf_counter()
+            self._telling.wait()
+            self._waited += time.perf_counter() - start
+            self._telling = None
+        loss, step, sync = (self._facts / self.count).tolist()
+        self._facts = None
+        return loss, step, sync
+
+    # State --------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits for messages under way, without using them."""
+        for bucket in self.buckets:
+            bucket.arrive(self.count, self.method.quantised)
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
+
+    def restart(self) -> None:
+        """Begins anew from the parameters."""
+        self.settle()
+        for bucket in self.buckets:
+            bucket.restart(self.method)
+        self.steps, self.at, self.highest, self.first_loss = 0, 0, 0.0, math.nan
+        self._facts, self._departed, self._began = None, 0.0, time.perf_counter()
+        self._losses.zero_()
+        self.report = Report(tau=self._choose(math.nan, 1))
+
+    @property
+    def losses(self) -> Tensor:
+        """This replica's sum of losses in the round, f64[1]; it may be overwritten."""
+        return self._losses.view(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what replicas have alike, beside buckets; messages must be settled."""
+        return {
+            "steps": self.steps, "at": self.at, "highest": self.highest,
+            "first_loss": self.first_loss, "report": vars(self.report).copy(),
+            "facts": None if self._facts is None else self._facts.tolist(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.steps, self.at = int(state["steps"]), int(state["at"])
+        self.highest, self.first_loss = float(state["highest"]), float(state["first_loss"])
+        self.report = Report(**state["report"])
+        facts = state["facts"]
+        self._facts = None
+        if facts is not None:
+            self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
+        self._departed, self._began = 0.0, time.perf_counter()

@@ -1,0 +1,113 @@
+"""Residuals of compressed gradients: resumed to the bit, or divided among other devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.pins import data_parallel
+from tests.support.ranks import run_ranks
+
+BATCH = {"input": torch.arange(256.0, dtype=torch.float64).reshape(16, 16).sin()}
+TWO = "cpu[10GFLOP/s 1GiB 5GB/s]: gpu=2 @1MB/s 1us"
+FOUR = "cpu[10GFLOP/s 1GiB 5GB/s]: gpu=4 @1MB/s 1us"
+SHAPES = {"0.weight": (48, 16), "2.weight": (16, 48)}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)).double()
+
+
+def loss(output: Tensor) -> Tensor:
+    return (output - output.detach().roll(1, 0)).square().mean()
+
+
+def session_of(mesh: str, gradients: str, state: str, stages: int = 1) -> Any:
+    return autopar.compile(
+        model(),
+        mesh,
+        example_inputs=BATCH,
+        loss_fn=loss,
+        pins=data_parallel(),
+        state=state,
+        gradients=gradients,
+        stages=stages,
+        microbatches=2,
+    )
+
+
+def memories(session: Any) -> dict[str, dict[str, Tensor]]:
+    """What this rank keeps of each parameter."""
+    executor = session._executor
+    stages = [executor] if hasattr(executor, "weights") else executor.stages.values()
+    weights = [w for stage in stages for w in stage.weights.all if w.memory]
+    return {w.name: {slot: t.clone() for slot, t in w.memory.items()} for w in weights}
+
+
+def saved_and_resumed(
+    folder: str, mesh: str, gradients: str, state: str, stages: int
+) -> tuple[list[float], list[float], dict[str, Any]]:
+    first = session_of(mesh, gradients, state, stages)
+    for _ in range(3):
+        first.step(**BATCH)
+    first.save_checkpoint(Path(folder) / "c")
+    kept = memories(first)
+    going_on = [first.step(**BATCH).item() for _ in range(3)]
+    first.close()
+    second = session_of(mesh, gradients, state, stages)
+    second.load_checkpoint(Path(folder) / "c")
+    for name, memory in memories(second).items():
+        assert memory.keys() == kept[name].keys()
+        assert all(torch.equal(memory[slot], kept[name][slot]) for slot in memory), name
+    assert memories(second).keys() == kept.keys()
+    resumed = [second.step(**BATCH).item() for _ in range(3)]
+    second.load_weights(model().state_dict())
+    assert not memories(second)  # what was left out belongs to other weights
+    second.close()
+    return going_on, resumed, kept
+
+
+@pytest.mark.parametrize(
+    ("gradients", "state", "stages"),
+    [
+        ("top-k 5 %", "ddp", 1),
+        ("powersgd rank 2", "zero2", 1),
+        ("1-bit", "ddp", 2),
+    ],
+)
+def test_a_program_goes_on_to_the_bit(
+    tmp_path: Path, gradients: str, state: str, stages: int
+) -> None:
+    mesh, count = (TWO, 2) if stages == 1 else (FOUR, 4)
+    ranks = run_ranks(saved_and_resumed, str(tmp_path), mesh, gradients, state, stages, count=count)
+    for going_on, resumed, kept in ranks:
+        assert going_on == resumed
+        assert kept
+        assert any(bool(t.any()) for memory in kept.values() for t in memory.values())
+
+
+def resumed_elsewhere(folder: str, gradients: str, state: str) -> dict[str, dict[str, Tensor]]:
+    session = session_of(FOUR, gradients, state)
+    session.load_checkpoint(Path(folder) / "c")
+    kept = memories(session)
+    assert session.step(**BATCH).isfinite()
+    session.close()
+    return kept
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "zero2"), ("zero2", "ddp")])
+def test_other_devices_owe_the_same_in_all(tmp_path: Path, before: str, after: str) -> None:
+    ranks = run_ranks(saved_and_resumed, str(tmp_path), TWO, "top-k 5 %", before, 1, count=2)
+    others = run_ranks(resumed_elsewhere, str(tmp_path), "powersgd rank 2", after, count=4)
+    for name, shape in SHAPES.items():
+        owed = sum(t for _, _, kept in ranks for t in kept[name].values())
+        now = sum(t for kept in others for t in kept[name].values())
+        assert isinstance(owed, Tensor)
+        assert owed.shape == shape
+        torch.testing.assert_close(now, owed, rtol=1e-14, atol=1e-16)
