@@ -286,6 +286,11 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
     abacus = (Path(__file__).parents[1] / "autopar" / "cost" / "devices.toml").read_text()
     table = abacus[abacus.index("\n[cpu]") :].replace("[cpu]", "[Abacus]", 1)
     (tmp_path / "toml" / "devices.toml").write_text(table)
+    (tmp_path / "toml" / "tables").mkdir()
+    for measured in (Path(__file__).parents[1] / "autopar" / "cost" / "tables").glob("*.csv"):
+        text = measured.read_text()
+        rows = [row.replace("cpu,", "Abacus,", 1) for row in text.splitlines(True) if "cpu," in row]
+        (tmp_path / "toml" / "tables" / measured.name).write_text("".join([text, *rows]))
     done = subprocess.run(
         [sys.executable, "-c", FOUND + USED, str(tmp_path)], capture_output=True, text=True
     )

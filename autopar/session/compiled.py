@@ -199,7 +199,7 @@ class Compiled:
         refuse_for_stages(plan, placement, running)
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
-            peers=peers,
+            peers=peers, cuda_graph=running.cuda_graph,
         )  # fmt: skip
 
     def modules(self, backend: str) -> list[Generated]:
@@ -329,7 +329,7 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
 def refuse_for_stages(plan: Plan, placement: Placement, running: Running) -> None:
     """ProgramError where stages cannot run as they shall."""
     schedule = plan.schedule
-    if running.cuda_graph:
+    if running.cuda_graph and not (len(plan.stages) == 1 and placement.flushes):
         refuse_graphs_of_stages()
     if not placement.flushes and running.backend != "eager":
         raise ProgramError(

@@ -50,6 +50,13 @@ class Compiler:
             method_of(self.outer)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether what it compiles has more than one stage."""
+        if self.plan is not None:
+            return len(self.plan.stages) > 1
+        return self.options.stages != 1
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether what it compiles runs under a schedule of stages and microbatches."""
         return self.options.is_pipeline if self.plan is None else self.plan.is_pipeline

@@ -171,7 +171,7 @@ class TrainKeywords(AverageKeywords, total=False):
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
         shapes: for how many shapes of batches programs are compiled, as they come, over the same
-            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+            parameters and optimizer; see `docs/how-to/data.md`. By default a batch of
             another shape than the first is refused.
     """
 
