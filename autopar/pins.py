@@ -26,6 +26,7 @@ __all__ = [
     "Word",
     "alexnet_split",
     "data_parallel",
+    "form",
     "fsdp",
     "gshard",
     "megatron",
@@ -57,6 +58,17 @@ def megatron(axis: str) -> Megatron:
 def megatron_sp(axis: str) -> Megatron:
     """Does the same as `megatron`, with the residual stream split by positions along `axis`."""
     return Megatron(axis, sequence=True)
+
+
+def form(name: str, form: str) -> dict[str, str]:
+    """Runs the operators called `name`, or in modules of that name, in a form.
+
+    Args:
+        name: a pattern over modules and nodes, "*.self_attn".
+        form: "gathered", "ring", "ring zigzag", "ulysses" or "ulysses ring" of attention, or
+            another that an operator has; "plain" for the operator as it is.
+    """
+    return {name: f"by {form}"}
 
 
 def gshard(axis: str) -> GShard:

@@ -107,6 +107,25 @@ OPERATORS = (
     ),
 )
 ''',
+    "forms/upright.py": '''
+"""The same with its rows split, by a call of its own."""
+
+import torch
+
+from autopar.operators.form import Form
+
+
+def run(mesh, x, *, axis):
+    return torch.ops.mine.wave(x)
+
+
+FORM = Form(
+    "upright", "mine.wave", lambda node, types: "rows columns -> rows columns",
+    lambda part: bool(part.axes(0, 0)), "rows that are split", "upright_wave", run,
+    lambda node, types, operands: (node.args, (("axis", operands[0].dims[0]),)),
+    lambda part: ((), ()),
+)
+''',
     "compression/halves.py": '''
 """The first half of a tensor, with what it leaves out fed back."""
 
@@ -174,6 +193,7 @@ folder = Path(sys.argv[1])
 for package, name in (
     ("autopar_kernels", "kernels"),
     ("autopar.intra_op.rules", "rules"),
+    ("autopar.operators.forms", "forms"),
     ("autopar.inter_op.schedules", "schedules"),
     ("autopar.intra_op.solvers", "solvers"),
     ("autopar.ir.fusion.patterns", "patterns"),
@@ -198,7 +218,8 @@ from torch import nn
 
 import autopar
 from autopar.session.compiled import Compiled
-from autopar.intra_op.proofs.prove import prove
+from autopar import pins
+from autopar.intra_op.proofs.prove import prove, prove_forms
 from autopar.intra_op.rule_table import table
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
@@ -247,6 +268,9 @@ batch = {"x": torch.randn(8, 8)}
 print("operator", prove(table()["mine.wave"]) is not None)
 done = compiled(Model(), batch, solver="first_fit", fuse=("squared_relu",))
 print("operator used", "mine.wave" in done.source)
+print("form proved", prove_forms(table()["mine.wave"]).proved)
+pinned = compiled(Model(), batch, pins=pins.form("*", "upright"))
+print("form used", "mesh.upright_wave(" in pinned.source, " by upright" in str(pinned.plan))
 print("solver", done.plan.stage.solver.name)
 print("device", done.plan.mesh.device, done.plan.stage.predicted.step_seconds > 0)
 print("pattern", done.plan.stage.fused["squared_relu"].count, "squared_relu(" in done.source)
@@ -284,6 +308,11 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
     abacus = (Path(__file__).parents[1] / "autopar" / "cost" / "devices.toml").read_text()
     table = abacus[abacus.index("\n[cpu]") :].replace("[cpu]", "[Abacus]", 1)
     (tmp_path / "toml" / "devices.toml").write_text(table)
+    (tmp_path / "toml" / "tables").mkdir()
+    for measured in (Path(__file__).parents[1] / "autopar" / "cost" / "tables").glob("*.csv"):
+        text = measured.read_text()
+        rows = [row.replace("cpu,", "Abacus,", 1) for row in text.splitlines(True) if "cpu," in row]
+        (tmp_path / "toml" / "tables" / measured.name).write_text("".join([text, *rows]))
     done = subprocess.run(
         [sys.executable, "-c", FOUND + USED, str(tmp_path)], capture_output=True, text=True
     )
@@ -291,6 +320,8 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "operator True",
         "operator used True",
+        "form proved True",
+        "form used True True",
         "solver first_fit",
         "device Abacus True",
         "pattern 4 True",

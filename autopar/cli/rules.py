@@ -19,10 +19,11 @@ from autopar.errors import RuleError
 from autopar.intra_op.proofs.audit import audit
 from autopar.intra_op.proofs.case import Failure
 from autopar.intra_op.proofs.discover import discover, source
-from autopar.intra_op.proofs.prove import Report, prove
+from autopar.intra_op.proofs.prove import Report, prove, prove_forms
 from autopar.intra_op.proofs.reference import entry, page
 from autopar.intra_op.rule import OpRule, collect, graph_name
 from autopar.intra_op.rules import families
+from autopar.operators.forms import forms_of
 
 
 @click.command("rules")
@@ -152,9 +153,14 @@ def _prove(chosen: dict[str, list[OpRule]], as_json: bool) -> bool:
 
 
 def _report(rule: OpRule) -> Report:
-    """Proves one rule; an example that cannot run counts as a failure."""
+    """Proves one rule and its operator's forms; an example that cannot run counts as a failure."""
     try:
-        return prove(rule)
+        found = prove(rule)
+        if not forms_of(rule.op):
+            return found
+        formed = prove_forms(rule)
+        count = found.strategies + formed.strategies
+        return Report(rule.op, count, (*found.failures, *formed.failures))
     except RuleError as error:
         where = (rule.op, error.where, "", "", 0)
         return Report(rule.op, 0, (Failure(*where, f"{error.what}: {error.why};", math.inf),))

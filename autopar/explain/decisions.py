@@ -54,9 +54,7 @@ def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision
     """
     if graph is None:
         return {
-            name: Decision(
-                name, f"%{name}", "", "", 1, _side(entry.results, plan), _text(entry, plan)
-            )
+            name: Decision(name, f"%{name}", "", "", 1, _result(entry, plan), _text(entry, plan))
             for name, entry in plan.nodes.items()
         }
     by_node = {}
@@ -65,7 +63,7 @@ def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision
             continue  # its share has the decision
         entry = entry_of(plan, graph, node.name)
         name, op = _named(graph, node)
-        layout = _side(entry.results, plan)
+        layout = _result(entry, plan)
         text = _text(entry, plan)
         if op == "parameter":
             storage = plan.storage(graph.template[node.inputs[0]], node.name)
@@ -91,8 +89,14 @@ def _named(graph: Graph, node: Node) -> tuple[str, str]:
 
 
 def _text(entry: NodePlan, plan: StagePlan) -> str:
-    left, right = _side(entry.operands, plan), _side(entry.results, plan)
+    left, right = _side(entry.operands, plan), _result(entry, plan)
     return f"{left} -> {right}" if left else right
+
+
+def _result(entry: NodePlan, plan: StagePlan) -> str:
+    """Returns the layouts of the results, and the form if the operator has one."""
+    text = _side(entry.results, plan)
+    return f"{text} by {entry.form}" if entry.form else text
 
 
 def _side(side: Iterable[Shaped], plan: StagePlan) -> str:

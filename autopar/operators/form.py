@@ -75,6 +75,7 @@ class Form:
         spec: its factor string for a node with operands of some types, in the notation of
             `intra_op/rule.py`; "" where it does not apply to such a node.
         fits: whether it applies in given layouts.
+        needs: what `spec` and `fits` ask for, in words that an error can quote.
         method: name of the method of `mesh` that runs it.
         run: that method: takes the mesh, then what `write` says.
         write: arguments and keywords of the call.
@@ -90,6 +91,7 @@ class Form:
     op: str
     spec: Callable[[Node, Types], str]
     fits: Callable[[Part], bool]
+    needs: str
     method: str
     run: Callable[..., Any]
     write: Callable[[Node, Types, Layouts], tuple[tuple[Arg, ...], Kwargs]]

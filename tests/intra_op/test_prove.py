@@ -12,13 +12,20 @@ import pytest
 from autopar.capture.capture import capture
 from autopar.errors import RuleError
 from autopar.intra_op.proofs.case import read_example
-from autopar.intra_op.proofs.prove import aliased, prove, prove_aliased, prove_node
+from autopar.intra_op.proofs.prove import (
+    aliased,
+    prove,
+    prove_aliased,
+    prove_forms,
+    prove_node,
+)
 from autopar.intra_op.rule import OpRule, Signature, resolve, rule
 from autopar.intra_op.rules import rules
-from autopar.intra_op.strategy import Strategy, strategies
+from autopar.intra_op.strategy import Strategy, form_strategies, strategies
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
+from autopar.operators.forms import forms, forms_of
 from autopar.operators.localise import localise
 from autopar.passes.normalise import prepare
 from tests.support.models import MODELS, conv_net
@@ -30,6 +37,20 @@ RULES = rules()
 def test_every_rule_is_proved_on_its_examples(op: str) -> None:
     report = prove(RULES[op])
     assert report.proved, str(report)
+
+
+@pytest.mark.parametrize("op", dict.fromkeys(form.op for form in forms().values()))
+def test_every_form_is_proved_on_its_examples(op: str) -> None:
+    report = prove_forms(RULES[op])
+    assert report.proved, str(report)
+    ways = [
+        strategy.form
+        for example in (*RULES[op].examples, *(e for form in forms_of(op) for e in form.examples))
+        for mesh in map(Mesh.parse, ("cpu: x=2", "cpu: y=2, x=2"))
+        for case in [read_example(RULES[op], example)]
+        for strategy, _ in form_strategies(case.node, case.types, mesh)
+    ]
+    assert set(ways) == {form.name for form in forms_of(op)}  # none goes without a proof
 
 
 ALIASED = (

@@ -26,8 +26,15 @@ MANY = ("data_parallel", "fsdp")  # take any number of axes
 
 
 def pin_options(command: Command) -> Command:
-    """Adds the options --pin, --pins, --layout and --from."""
+    """Adds the options --pin, --form, --pins, --layout and --from."""
     for option in (
+        click.option(
+            "--form",
+            "forms",
+            metavar="NAME=FORM",
+            multiple=True,
+            help='Fix how operators run: "*.self_attn=ring zigzag". Repeatable.',
+        ),
         click.option(
             "--from",
             "source",
@@ -62,7 +69,11 @@ def pin_options(command: Command) -> Command:
 
 
 def read_pins(
-    texts: tuple[str, ...], plans: tuple[str, ...], layouts: tuple[str, ...], source: Path | None
+    texts: tuple[str, ...],
+    plans: tuple[str, ...],
+    layouts: tuple[str, ...],
+    source: Path | None,
+    forms: tuple[str, ...] = (),
 ) -> list[Mapping[str, str] | pins.Word]:
     """Returns the pins of these options, as `pins=` of `autopar.compile` takes them.
 
@@ -71,6 +82,7 @@ def read_pins(
         plans: values of --pins.
         layouts: values of --layout.
         source: the plan file of --from.
+        forms: values of --form.
 
     Raises:
         PinError: one of them cannot be parsed.
@@ -80,6 +92,7 @@ def read_pins(
     result += [_plan(text) for text in plans]
     if layouts:
         result.append(layout(dict(_pair(text, '--layout "heads=gpu"') for text in layouts)))
+    result += [pins.form(*_pair(text, '--form "*.self_attn=ring"')) for text in forms]
     return [*result, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
 
 

@@ -24,6 +24,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.operators.forms import PLAIN, forms_of
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
@@ -215,7 +216,8 @@ def _place(node: Node) -> str:
 
 def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
     """Yields the best plans with other layouts for a decision, each different, the best first."""
-    excluded = [without_sums(decision.layout)]
+    op = case.graph[decision.node].op
+    excluded = [_excluded(decision.layout, op)]
     for _ in range(count):
         pin = {f"%{decision.node}": "; ".join(f"not {layout}" for layout in excluded)}
         try:
@@ -230,7 +232,13 @@ def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
             return
         layouts = decisions(plan, case.graph)[decision.node].layout
         yield Answer(layouts, case.compared(plan, [decision.node]), seconds)
-        excluded.append(without_sums(layouts))
+        excluded.append(_excluded(layouts, op))
+
+
+def _excluded(layouts: str, op: str) -> str:
+    """Returns a choice as a pin names it, with its form if the operator has several."""
+    layout, _, form = layouts.partition(" by ")
+    return f"{without_sums(layout)} by {form or PLAIN}" if forms_of(op) else without_sums(layout)
 
 
 def without_sums(layouts: str) -> str:
@@ -279,9 +287,10 @@ def pinned(case: Case, name: str, layout: str) -> tuple[list[str], str]:
     Raises:
         PinError: nothing has that name, or a line has no or several values of that shape.
     """
-    matches = named(case.graph, name)
-    shape = Pin.parse(layout.partition(";")[0]).shape
-    names = Pins(case.graph, {}).names
+    pin, pins = Pin.parse(layout.partition(";")[0]), Pins(case.graph, {})
+    if pin.anywhere and (on := [n.name for n in case.graph.folded if pins.speaks(name, pin, n)]):
+        return on, name
+    matches, shape, names = named(case.graph, name), pin.shape, pins.names
     if any(_names(name, names[node]) for node in matches):
         return matches, name
     fitting = [node for node in matches if case.graph[node].type.shape == shape]

@@ -14,6 +14,9 @@ for the backward: ZeRO-2 is "[256, 64] | [256@data, 64] | [256@data, 64] => [256
 A pin may be limited to some mesh axes: "[8@node, 16, 64] along node" leaves the other axes open.
 "not [8@node, 16]" excludes the layouts that "[8@node, 16]" would require. Several pins on one name
 are separated by ";".
+
+"by ring" names the form of an operator, "by plain" the operator as it is; the key may also be a
+module that the operator is in. "[8, 16@gpu] by ring" asks for a layout and a form.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
+from autopar.operators.forms import PLAIN, forms, forms_of
 
 _SHOWN = 12  # number of choices that an error lists
 
@@ -44,6 +48,8 @@ class Pin:
             which its gradients accumulate, it is updated and it is kept; empty if not given.
         along: the mesh axes that the pin is limited to, None for all.
         other: whether the pin excludes this layout rather than requiring it.
+        form: name of the form, or PLAIN; "" for any.
+        anywhere: whether it speaks of the form alone, and leaves the layout open.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +57,8 @@ class Pin:
     stored: tuple[Layout, ...] = ()
     along: tuple[str, ...] | None = None
     other: bool = False
+    form: str = ""
+    anywhere: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Pin:
@@ -63,6 +71,12 @@ class Pin:
         said_not = re.match(r"\s*not\b", text)
         if said_not:
             return replace(cls.parse(text[said_not.end() :]), other=True)
+        said, by, form = f" {text.strip()} ".partition(" by ")
+        if by and (not said.strip() or "[" in said):
+            _check_form(form.strip(), text)
+            if not said.strip():
+                return cls((), Layout(()), form=form.strip(), anywhere=True)
+            return replace(cls.parse(said), form=form.strip())
         layouts, word, axes = text.partition(" along ")
         before, arrow, used = layouts.rpartition("=>")
         shape, layout = Layout.parse(used)
@@ -98,8 +112,10 @@ class Pin:
         if self.stored:
             states = " | ".join(state.format(self.shape) for state in self.stored)
             text = f"{states} => {text}"
-        text = f"not {text}" if self.other else text
-        return text if self.along is None else f"{text} along {', '.join(self.along)}"
+        text = text if self.along is None else f"{text} along {', '.join(self.along)}"
+        text = "" if self.anywhere else f"{text} "
+        text += f"by {self.form}" if self.form else ""
+        return f"{'not ' * self.other}{text.strip()}"
 
     def spoken_of(self, layout: Layout) -> Layout:
         """Returns a layout without the axes that the pin leaves open."""
@@ -114,9 +130,13 @@ class Pin:
 
     def agrees(self, option: Option) -> bool:
         """Returns whether an option satisfies the pin."""
+        formed = not self.form or (option.form or PLAIN) == self.form
+        if self.anywhere:
+            return formed != self.other
         layout, pin = self.spoken_of(option.results[0]), self.layout
         alike = (
-            layout.dims == pin.dims
+            formed
+            and layout.dims == pin.dims
             and set(layout.partial) == set(pin.partial)
             and (not pin.varying or set(layout.varying) == set(pin.varying))
             and self._stores(option.storage)
@@ -144,14 +164,17 @@ class Pins:
         self.pins = [(key, Pin.parse(part)) for key, text in pins.items() for part in parts(text)]
         self.unmet = set(pins)
         self.names: dict[str, set[str]] = {}
+        self.modules: dict[str, set[str]] = {}  # of operators with forms, those that they are in
         last: dict[str, str] = {}
         for node in graph.nodes:
             template = graph.template[node.name]
             self.names.setdefault(template, set()).update(self._names(node))
             if not node.is_leaf and node.op != "autopar.share" and node.source.module:
                 path = node.source.module.split(".")
-                for count in range(1, len(path) + 1):
-                    last[".".join(path[:count])] = template
+                modules = [".".join(path[:count]) for count in range(1, len(path) + 1)]
+                last |= dict.fromkeys(modules, template)
+                if forms_of(node.op):
+                    self.modules.setdefault(template, set()).update(modules)
         for module, template in last.items():
             self.names[template].add(module)
 
@@ -163,16 +186,24 @@ class Pins:
         """
         fitting: list[tuple[str, Pin, frozenset[int]]] = []
         for key, pin in self.pins:
-            if _names(key, self.names[node.name]):
+            if self.speaks(key, pin, node):
                 self.unmet.discard(key)
                 agree = frozenset(i for i, option in enumerate(options) if pin.agrees(option))
-                if pin.shape != node.type.shape or not agree:
+                if (pin.shape != node.type.shape and not pin.anywhere) or not agree:
                     raise self._unfit(key, pin, node, options)
                 fitting.append((key, pin, agree))
         left = frozenset(range(len(options))).intersection(*(agree for _, _, agree in fitting))
         if not left:
             raise self._contradiction(fitting, node, options)
         return tuple(option for i, option in enumerate(options) if i in left)
+
+    def speaks(self, key: str, pin: Pin, node: Node) -> bool:
+        """Returns whether a pin is on a node; one of a form may name a module that it is in."""
+        if not pin.anywhere:
+            return _names(key, self.names[node.name])
+        known = pin.form == PLAIN or any(form.name == pin.form for form in forms_of(node.op))
+        names = self.names[node.name] | self.modules.get(node.name, set())
+        return known and bool(forms_of(node.op)) and _names(key, names)
 
     def _unfit(self, key: str, pin: Pin, node: Node, options: tuple[Option, ...]) -> PinError:
         return PinError(
@@ -229,6 +260,17 @@ class Pins:
             )
 
 
+def _check_form(name: str, text: str) -> None:
+    """Raises PinError unless some operator has a form of this name."""
+    known = [PLAIN, *dict.fromkeys(form.name for form in forms().values())]
+    if name not in known:
+        raise PinError(
+            f"cannot read the pin {text!r}",
+            why=f"there is no form {name!r}",
+            todo=f"write by {' or by '.join(known)}",
+        )
+
+
 def _names(key: str, names: set[str]) -> bool:
     """Returns whether a key matches one of a node's names; in deep models there are many."""
     if not any(sign in key for sign in "*?["):
@@ -238,7 +280,8 @@ def _names(key: str, names: set[str]) -> bool:
 
 def naming(graph: Graph, pins: Mapping[str, str]) -> dict[str, str]:
     """Returns the pins that match something in a graph, such as a stage of a model."""
-    names = set().union(*Pins(graph, {}).names.values())
+    known = Pins(graph, {})
+    names = set().union(*known.names.values(), *known.modules.values())
     return {key: text for key, text in pins.items() if _names(key, names)}
 
 
@@ -258,7 +301,8 @@ def joined(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _label(option: Option, node: Node) -> str:
     """Returns the text of a pin for an option."""
-    return option.label if option.stored else option.results[0].format(node.type.shape)
+    text = option.label if option.stored else option.results[0].format(node.type.shape)
+    return f"{text} by {option.form}" if option.form else text
 
 
 def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
@@ -269,6 +313,11 @@ def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
 
 def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
     """Explains why no option satisfies a pin: its shape, a dimension, or a sum."""
+    if pin.form and not any((option.form or PLAIN) == pin.form for option in options):
+        needs = next((f.needs for f in forms_of(node.op) if f.name == pin.form), "")
+        return f"{pin.form} needs {needs}"
+    if pin.anywhere:
+        return "no other form is left"
     if pin.shape != node.type.shape:
         return f"its shape is {list(node.type.shape)}"
     layouts = [pin.spoken_of(option.results[0]) for option in options]

@@ -15,7 +15,7 @@ the gradients of the operands must recombine too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +66,6 @@ class Report:
 def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "cpu") -> Report:
     """Runs a rule's examples under every strategy, on one axis of each size and on two axes.
 
-    The operator's forms are run too, and the rule also on their examples.
-
     Operators that draw random numbers or leave memory uninitialised are compared by shape only.
 
     Args:
@@ -79,10 +77,20 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "
         RuleError: an example cannot be read or run, or the rule does not fit it.
     """
     with own_randomness(device):
-        forms = (text for form in forms_of(rule.op) for text in form.examples)
-        examples = dict.fromkeys((*rule.examples, *forms))
-        cases = [read_example(rule, text, device) for text in examples]
+        cases = [read_example(rule, text, device) for text in rule.examples]
         return _report(rule, cases, mesh_sizes)
+
+
+def prove_forms(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
+    """Runs the forms of a rule's operator under every strategy, on the rule's examples and theirs.
+
+    Raises:
+        RuleError: an example cannot be read or run, or a form does not fit it.
+    """
+    texts = (text for form in forms_of(rule.op) for text in form.examples)
+    with own_randomness("cpu"):
+        cases = [read_example(rule, text) for text in dict.fromkeys((*rule.examples, *texts))]
+        return _report(rule, cases, mesh_sizes, _formed)
 
 
 def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
@@ -140,19 +148,26 @@ def prove_node(
         return _report(rule, [read_node(rule, graph, node)], mesh_sizes)
 
 
-def _formed(case: Case, mesh: Mesh) -> list[Strategy]:
+def _formed(case: Case, mesh: Mesh) -> Sequence[Strategy]:
     """Returns the strategies of the operator's forms."""
     return [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
 
 
-def _report(rule: OpRule, cases: Sequence[Case], mesh_sizes: tuple[int, ...]) -> Report:
+def _plain(case: Case, mesh: Mesh) -> Sequence[Strategy]:
+    """Returns the strategies of the rule."""
+    return strategies(case.signature, mesh)
+
+
+def _report(
+    rule: OpRule,
+    cases: Sequence[Case],
+    mesh_sizes: tuple[int, ...],
+    ways: Callable[[Case, Mesh], Sequence[Strategy]] = _plain,
+) -> Report:
     meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
     meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
     runs = [
-        (case, strategy, mesh)
-        for case in cases
-        for mesh in meshes
-        for strategy in (*strategies(case.signature, mesh), *_formed(case, mesh))
+        (case, strategy, mesh) for case in cases for mesh in meshes for strategy in ways(case, mesh)
     ]
     failures = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
     return Report(rule.op, len(runs), tuple(failure for failure in failures if failure is not None))

@@ -165,7 +165,20 @@ def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> Node
     rows = round(sizes.rows * more)
     forward = _work(sizes, Gemm(sizes.batch, rows, keys, d + e), moved, "")
     back = _work(sizes, Gemm(sizes.batch, rows, keys, 3 * d + 2 * e), 2 * moved, " backward")
-    return NodeWork((forward,) * calls, (back,) * calls)
+    if calls == 1:
+        return NodeWork((forward,), (back,))
+    return NodeWork(
+        (forward, _merged(sizes, "merge")) * calls, (back, _merged(sizes, "sum")) * calls
+    )
+
+
+def _merged(sizes: Sizes, name: str) -> Work:
+    """Returns the kernel that adds a part to a sum in float32, of results or of gradients."""
+    elements = sizes.result / DTYPE_BYTES[sizes.dtype]
+    wide = max(DTYPE_BYTES[sizes.dtype], 4)
+    return Work(
+        f"attention {name}", 3.0 * elements, sizes.result + 2.0 * wide * elements, sizes.dtype
+    )
 
 
 def _work(sizes: Sizes, gemm: Gemm, nbytes: float, suffix: str) -> Work:

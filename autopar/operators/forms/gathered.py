@@ -68,11 +68,13 @@ def _scratch(part: Part) -> tuple[float, float]:
     return whole + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
 
 
+NEEDS = "a sequence of queries and keys that is split, and no dropout"
 FORM = Form(
     "gathered",
     ATTENTION,
     specified(),
     lambda part: bool(split(part)),
+    NEEDS,
     "gathered_attention",
     _run,
     written,

@@ -73,11 +73,13 @@ def _scratch(part: Part) -> tuple[float, float]:
     return blocks + scores, blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
 
 
+NEEDS = "a sequence of queries and keys that is split, and no dropout"
 FORM = Form(
     "ring",
     ATTENTION,
     specified(),
     lambda part: bool(split(part)),
+    NEEDS,
     "ring_attention",
     _run,
     written,

@@ -70,8 +70,8 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of any device: half of the square, in two kernels a turn."""
-    return kernels(part, 0.5, 2 * _turns(part))
+    """Returns the work of any device, which is half of the square."""
+    return kernels(part, 0.5, _turns(part))
 
 
 def _scratch(part: Part) -> tuple[float, float]:
@@ -83,11 +83,16 @@ def _scratch(part: Part) -> tuple[float, float]:
     return dealt + blocks + scores, dealt + blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
 
 
+NEEDS = (
+    "a causal mask, a sequence that is split with two positions or more for each "
+    "device, and no dropout"
+)
 FORM = Form(
     "ring zigzag",
     ATTENTION,
     specified(least=2),
     _fits,
+    NEEDS,
     "zigzag_attention",
     _run,
     written,

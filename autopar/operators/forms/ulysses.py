@@ -74,11 +74,13 @@ def _scratch(part: Part) -> tuple[float, float]:
     return 2 * dealt + scores, 3 * dealt + 2 * scores
 
 
+NEEDS = "a sequence that is split, a head of queries for each device along its axes, and no dropout"
 FORM = Form(
     "ulysses",
     ATTENTION,
     _spec,
     _fits,
+    NEEDS,
     "ulysses_attention",
     _run,
     written,

@@ -102,11 +102,16 @@ def _scratch(part: Part) -> tuple[float, float]:
     return 2 * dealt + 2.0 * into.nbytes + scores, 3 * dealt + 4.0 * into.nbytes + 2 * scores
 
 
+NEEDS = (
+    "a sequence that is split over two axes, a head of queries for each device along "
+    "the inner one, and no dropout"
+)
 FORM = Form(
     "ulysses ring",
     ATTENTION,
     _spec,
     _fits,
+    NEEDS,
     "ulysses_ring_attention",
     _run,
     written,
