@@ -12,7 +12,8 @@ import pytest
 from autopar.errors import ScheduleError
 from autopar.inter_op import schedules as package
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judge import check
+from autopar.inter_op.judges.deadlock_judge import check
+from autopar.inter_op.judges.weights_judge import StageWeights, check_weights, walk
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.inter_op.schedules import (
@@ -24,7 +25,6 @@ from autopar.inter_op.schedules import (
     schedules,
 )
 from autopar.inter_op.schedules.pipedream import versions_of_replicas
-from autopar.inter_op.weights_judge import StageWeights, check_weights, walk
 from autopar.ir.action import UPDATE, Action, parse_row
 from autopar.ir.pipeline_step import Step, unrolled
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judge import check
+from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.schedule import Row, Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule

@@ -42,6 +42,7 @@ FORM = Form(
     MIXTURE,
     lambda node, types: factors(node),
     lambda part: len(dispatch_axes(part.node, part.operands)) > 1,
+    "tokens and experts that two axes or more split",
     "mixture_direct",
     _run,
     _write,

@@ -1,0 +1,1 @@
+"""Judges of rows: no deadlock, and no weights overwritten while they are needed."""
