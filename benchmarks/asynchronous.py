@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -249,41 +250,44 @@ def curves(rows: list[dict[str, str]], data: str, optimizer: str) -> dict[str, l
     return {method: list(runs.values()) for method, runs in found.items()}
 
 
-def picture(rows: list[dict[str, str]]) -> str:
-    """Loss curves as SVG: a panel for each data and optimizer, a line for each method and seed."""
+def picture(rows: list[dict[str, str]], file: Path) -> None:
+    """Draws loss curves: a panel for each data and optimizer, mean and range of the seeds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "asynchronous"  # the same file from the same rows
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
     panels = [(d, o) for d in DATA for o in OPTIMIZERS if any(r["data"] == d for r in rows)]
-    wide, high, edge = 360, 240, 40
-    parts = []
-    for number, (data, optimizer) in enumerate(panels):
-        left = number % 2 * (wide + edge) + edge
-        top = number // 2 * (high + 2 * edge) + edge
+    high = (len(panels) + 1) // 2
+    figure, grid = plt.subplots(high, 2, figsize=(11, 4 * high), squeeze=False, sharex=True)
+    for axes, (data, optimizer) in zip(grid.flat, panels, strict=False):
         lines = curves(rows, data, optimizer)
-        steps = max(len(one) for runs in lines.values() for one in runs)
-        most = 1.1 * max(runs[0][0] for runs in lines.values())
-        parts.append(f'<text x="{left}" y="{top - 8}">{data}, {optimizer}: loss by step</text>')
-        parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" '
-                     'stroke="#bbb"/>')  # fmt: skip
-        parts.append(f'<text x="{left - 30}" y="{top + 10}">{most:.1f}</text>')
-        parts.append(f'<text x="{left + wide - 20}" y="{top + high + 14}">{BLOCK * steps}</text>')
+        first = max(runs[0][0] for runs in lines.values())
         for colour, method in zip(COLOURS, METHODS, strict=True):
-            for one in lines.get(method, []):
-                points = " ".join(
-                    f"{left + wide * at / max(steps - 1, 1):.1f},"
-                    f"{top + high * (1 - min(loss, most) / most):.1f}"
-                    for at, loss in enumerate(one)
-                    if math.isfinite(loss)
-                )
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-    width, below = 2 * (wide + edge) + edge, (len(panels) + 1) // 2 * (high + 2 * edge) + edge
-    for number, (colour, method) in enumerate(zip(COLOURS, METHODS, strict=True)):
-        parts.append(f'<text x="{edge + 130 * number}" y="{below - 10}" fill="{colour}">{method}'
-                     "</text>")  # fmt: skip
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{below}" '
-        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" '
-        f'fill="white"/>\n{body}\n</svg>\n'
-    )
+            runs = lines.get(method, [])
+            if not runs:
+                continue
+            seeds = np.array([[min(v, 1e6) if math.isfinite(v) else 1e6 for v in r] for r in runs])
+            at = BLOCK * np.arange(1, seeds.shape[1] + 1)
+            dashes = "--" if method == "ampnet" else "-"  # it may lie on top of pipedream
+            axes.plot(at, seeds.mean(axis=0), dashes, color=colour, label=method, linewidth=1.6)
+            axes.fill_between(at, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.15)
+        axes.set_title(f"{data}, {optimizer} at {RATES[data, optimizer]:g}")
+        axes.set_yscale("log")
+        axes.set_ylim(top=1.2 * first)  # what diverges leaves the picture
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
+        axes.grid(True, which="both", alpha=0.25)
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
+        axes.tick_params(labelbottom=True)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
 
 
 def table() -> str:
@@ -318,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=["convergence", "throughput"])
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--picture", action="store_true", help="draw the curves of the CSV again")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
@@ -333,8 +338,10 @@ def main() -> None:
             print(write(name, torch.load(Path(folder, "rows.pt"))))
         if arguments.what == "convergence":
             file = PICTURES / "asynchronous.svg"
-            file.write_text(picture(read(name)), encoding="utf-8")
+            picture(read(name), file)
             print(file)
+    if arguments.picture:
+        picture(read("asynchronous_convergence"), PICTURES / "asynchronous.svg")
     if arguments.table:
         print(table())
 

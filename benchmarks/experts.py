@@ -1,7 +1,8 @@
 """What tokens that travel to their experts change: `python benchmarks/experts.py [MODEL...]`.
 
-Published mixtures on 16 nodes of eight H100, planned with and without strategies that split tokens
-and experts along one axis. Seconds and bytes are simulated: nothing is run. Writes
+Published mixtures on 16 nodes of eight H100, a sample of 4096 tokens a device, planned with and
+without strategies that split tokens and experts along one axis. Seconds and bytes are simulated:
+nothing is run. Writes
 results/experts.csv and prints the table of docs/results/planning.md.
 """
 
@@ -17,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.cli.common.model_options import capture_model
-from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.intra_op.rule_table import table
 from autopar.ir.mesh import Mesh
@@ -30,30 +30,32 @@ from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 from benchmarks.harness import markdown, write
 
-MESH, SAMPLES, SEQUENCE = "H100: node=16, gpu=8", 128, 4096
+SEQUENCE = 4096
 MODELS = ("mixtral-8x22b", "qwen3-235b-a22b", "deepseek-v3")
 
 
-def planned(name: str, layers: int | None, dispatch: bool) -> tuple[StagePlan | None, Any]:
+def planned(
+    name: str, mesh: Mesh, layers: int | None, dispatch: bool
+) -> tuple[StagePlan | None, Any]:
     """The plan, None where none fits, and the graph."""
     rules = table()
     rules[MIXTURE] = replace(rules[MIXTURE], together="e ..." if dispatch else "")
     options = Options(table=rules)
-    wanted = ModelSpec(name, SAMPLES, SEQUENCE, layers)
+    wanted = ModelSpec(name, mesh.size, SEQUENCE, layers)
     graph = capture_model(wanted, options, Trace(None))
     try:
-        return make_plan(graph, Mesh.parse(MESH), options, Trace(None)), graph
+        return make_plan(graph, mesh, options, Trace(None)), graph
     except InfeasibleError as error:
         print(error, file=sys.stderr)
         return None, graph
 
 
-def row(name: str, layers: int | None, dispatch: bool) -> dict[str, Any]:
+def row(name: str, mesh: Mesh, layers: int | None, dispatch: bool) -> dict[str, Any]:
     """One row: a model with or without dispatch."""
     began = time.perf_counter()
-    plan, graph = planned(name, layers, dispatch)
+    plan, graph = planned(name, mesh, layers, dispatch)
     made: dict[str, Any] = {
-        "model": name, "layers": layers or "all", "mesh": MESH, "samples": SAMPLES,
+        "model": name, "layers": layers or "all", "mesh": str(mesh), "samples": mesh.size,
         "dispatch": dispatch, "step_seconds": "", "peak_gib": "", "experts": "", "tokens": "",
         "over": "", "sent_mib": "", "planning_s": round(time.perf_counter() - began, 1),
     }  # fmt: skip
@@ -79,15 +81,17 @@ def main() -> None:
     """Plan, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--mesh", default="H100: node=16, gpu=8")
     parser.add_argument("--layers", type=int, help="plan so many blocks only")
     given = parser.parse_args()
+    mesh = Mesh.parse(given.mesh)
     rows = []
     for name in given.models:
         for dispatch in (False, True):
-            rows.append(row(name, given.layers, dispatch))
+            rows.append(row(name, mesh, given.layers, dispatch))
             print(rows[-1], flush=True)
-    keys = ("model", "layers", "dispatch")
-    print(f"wrote {write('experts', rows, keys=keys)}; {device(Mesh.parse(MESH)).name}")
+    keys = ("model", "mesh", "layers", "dispatch")
+    print(f"wrote {write('experts', rows, keys=keys)}")
     heads = ("model", "dispatch", "s a step", "GiB", "experts", "tokens")
     picked = ("model", "dispatch", "step_seconds", "peak_gib", "experts", "tokens")
     print(markdown(heads, [[str(r[key]) for key in picked] for r in rows]))

@@ -135,6 +135,19 @@ class Half(Messages):
 def read(text):
     return Half() if text == EXAMPLE else None
 ''',
+    "updates/signs.py": '''
+"""Updates by the sign of the momentum, which is kept in a quarter of its bytes."""
+
+from autopar.ir.update import Rule, State
+
+NAME = "signs"
+
+
+def rules(optimizer):
+    if type(optimizer).__name__ != "Signs":
+        return None
+    return (Rule((State("momentum", "i8"),)),)
+''',
     "toml/models.toml": """
 ["tiny"]
 architecture = "GPT2LMHeadModel"
@@ -164,6 +177,7 @@ for package, name in (
     ("autopar.inter_op.schedules", "schedules"),
     ("autopar.intra_op.solvers", "solvers"),
     ("autopar.ir.fusion.patterns", "patterns"),
+    ("autopar.runtime.updates", "updates"),
     ("autopar.ir.compression", "compression"),
 ):
     import_module(package).__path__.append(str(folder / name))
@@ -250,6 +264,14 @@ sent = compiled(Model(), batch, precision=half, pins=data_parallel(), state="ddp
 print("compression", "first half all_gather" in sent.source)
 piped = compiled(Model(), batch, stages=2, microbatches=2, schedule="slow_fill")
 print("schedule", piped.plan.schedule, len(piped.sources))
+
+
+class Signs(torch.optim.SGD):
+    pass
+
+
+plan = autopar.plan(Model(), mesh, example_inputs=batch, optimizer=lambda p: Signs(p, lr=0.1))
+print("optimizer", plan.stages[0].update)
 model, inputs = load("tiny")
 print("zoo", "def forward" in compiled(model, inputs).source)
 """
@@ -275,5 +297,6 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
         "kernel True",
         "compression True",
         "schedule slow_fill 2",
+        "optimizer * -> momentum i8[*]",
         "zoo True",
     ]

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import get_args
 
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.tied_updates import tied_updates
 from autopar.ir.action import COMPUTE, COPIES, SYNC, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Queue, Step, Wiring
 
@@ -59,6 +61,7 @@ def complete(
             todo='use "link" and 1',
         )
     wiring = wiring or Wiring.chain(schedule.stages)
+    schedule = tied_updates(schedule, wiring)
     sends = _sends(schedule, wiring)
     rows = _ahead(schedule, sends, ahead)
     if queue == "rank":
@@ -225,16 +228,52 @@ def _ended(schedule: Schedule, wiring: Wiring, rank: int, row: list[Action]) -> 
     """A row with what becomes of gradients."""
     held = schedule.holds[rank]
     if not schedule.flushes:
-        done: list[Action] = []
-        for action in row:
-            # Where sums are awaited, the schedule says when.
-            if action.kind == UPDATE and not schedule.pending:
-                done.append(action._replace(kind=SYNC))
-            done.append(action)
-        return tuple(done)
+        return _streaming(schedule, wiring, row)
     sums = [Action(SYNC, stage, copy=copy) for stage, copy in held]
     for stage, copy in held:
         names = () if schedule.copies > 1 else wiring.tied[stage]
         if names or schedule.copies > 1:
             sums.append(Action(SYNC, stage, copy=copy, over=COPIES, names=names))
     return (*row, *sums, *(Action(UPDATE, stage, copy=copy) for stage, copy in held))
+
+
+def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
+    """A row that has its updates, with the sums of gradients that they take.
+
+    Gradients are synchronised right before their update, or, if that comes after backwards whose
+    gradients it does not take, behind their own last backward. Where sums are awaited, the schedule
+    says when.
+    """
+    size, later = schedule.microbatches, _later(row, schedule.microbatches)
+    done: list[Action] = []
+    waiting: list[Action] = []
+    for action in row:
+        if not action.kind.startswith("SEND"):
+            done += waiting
+            waiting.clear()
+        number = action.stage, action.copy, action.microbatch % size
+        if action.kind == UPDATE:
+            if not schedule.pending and number not in later:
+                done.append(action._replace(kind=SYNC))
+            if names := wiring.tied[action.stage]:
+                done.append(action._replace(kind=SYNC, over=COPIES, names=names))
+        elif action.kind in "BW" and number in later and not schedule.pending:
+            waiting.append(Action(SYNC, *action[1:4]))
+        done.append(action)
+    return (*done, *waiting)
+
+
+def _later(row: Sequence[Action], size: int) -> set[tuple[int, int, int]]:
+    """Stage, copy and microbatch in the period of updates that follow other backwards."""
+    last: dict[tuple[int, int], int] = {}
+    for action in row:
+        if action.kind in "BW":
+            last[action.stage, action.copy] = action.microbatch - size
+    found: set[tuple[int, int, int]] = set()
+    for action in row:
+        key = action.stage, action.copy
+        if action.kind in "BW":
+            last[key] = action.microbatch
+        elif action.kind == UPDATE and last.get(key) != action.microbatch:
+            found.add((*key, action.microbatch % size))
+    return found

@@ -94,9 +94,14 @@ class _Play:
     def _check_posts(self, rank: int, row: Row) -> None:
         """Every transfer belongs to the rank, and what is needed has been posted before."""
         seen: set[Action] = set()
-        fresh: set[tuple[int, int]] = set()  # stages whose gradients are not synchronised
+        fresh: set[tuple[int, int, int]] = set()  # whose gradients are not synchronised
         for action in row:
-            key = action.stage, action.copy
+            own = {
+                (stage, copy, batch)
+                for stage, copy, batch in fresh
+                if (stage, copy) == (action.stage, action.copy)
+                and (action.microbatch == ALL or batch <= action.microbatch)
+            }
             if action in seen:
                 raise _wrong(action, rank, "it is there twice")
             if action.kind in TRANSFER:
@@ -104,19 +109,21 @@ class _Play:
             elif action.kind in COMPUTE:
                 if not any(need <= seen for need in self._needs(action, rank)):
                     raise _wrong(action, rank, "what it needs is neither computed nor received")
-                fresh |= {key} if action.kind in "BW" else set()
+                if action.kind in "BW":
+                    fresh.add((action.stage, action.copy, action.microbatch))
                 action = _aged(action)
             elif _is_sum(action):
                 self._check_sum(action, rank)
             elif action.kind == UPDATE:
                 awaited = action._replace(kind=SYNC_AWAIT) in seen
-                if key in fresh and not awaited:
-                    raise _wrong(action, rank, f"gradients of stage {key[0]} are not synchronised")
+                if own and not awaited:
+                    why = f"gradients of stage {action.stage} are not synchronised"
+                    raise _wrong(action, rank, why)
             elif action.kind == SYNC_AWAIT:
                 if action._replace(kind=SYNC_BEGIN) not in seen:
                     raise _wrong(action, rank, "the sum that it waits for has not begun")
             else:
-                fresh.discard(key)
+                fresh -= own
             seen.add(action)
 
     def _check_transfer(self, action: Action, rank: int, seen: set[Action]) -> None:

@@ -90,7 +90,8 @@ def _strategies(
     spec = form.spec(node, types)
     if not spec:
         return
-    signature = resolve(OpRule(form.op, spec), node, types, node.types)
+    rule = OpRule(form.op, spec, together=form.together)
+    signature = resolve(rule, node, types, node.types)
     for strategy in strategies(signature, mesh):
         if form.fits(Part(node, types, strategy.operands, mesh)):
             share = strategy.share(signature.sizes, mesh)

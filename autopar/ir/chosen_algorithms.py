@@ -1,13 +1,13 @@
-"""Which algorithm runs a collective, as text: "2d_torus", "h_ring/4 over 2x8", and when which one.
+"""Algorithms of collectives as text, "2d_torus" or "h_ring/4 over 2x8", and calls that use them.
 
-Behind the slash stands into how many pieces each chunk is cut, which follow one another; behind
-`over` the sizes of the levels that the algorithm is written for, outermost first, by default those
-of the call's axes. A plan and a generated program say in rows which calls have one:
+The number after the slash is into how many pieces each chunk is cut; pieces are pipelined. After
+`over` come the sizes of the levels that the algorithm is written for, outermost first, by default
+those of the call's axes. A plan and a generated program assign algorithms to calls in rows:
 
     "all_reduce over node, gpu from 65536: 2d_torus"
 
-are calls with a payload of 64 KiB or more on each device, up to the next row of the same call. What
-no row tells is left to the library, and so is what is run by "library".
+covers calls with a payload of 64 KiB or more on each device, up to the next row of the same call.
+The library runs calls without a row, and rows that say "library".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Algorithm:
         return cls(match[1], int(match[2] or 1), shape)
 
     def over(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of its levels among ranks along axes of these sizes, outermost first.
+        """Returns the sizes of its levels for ranks along axes of these sizes, outermost first.
 
         Raises:
             CollectiveError: it is written for another number of ranks.
@@ -114,7 +114,7 @@ class ChosenRow:
 
 @dataclass(frozen=True)
 class ChosenAlgorithms:
-    """Which calls have an algorithm of their own; none, if there are no rows."""
+    """The calls that an algorithm runs; without rows the library runs all."""
 
     rows: tuple[ChosenRow, ...] = ()
 
@@ -150,7 +150,7 @@ class ChosenAlgorithms:
         return found
 
     def by(self, kind: str, axes: Sequence[str], nbytes: int) -> str:
-        """The algorithm of a call, "" for the library's own.
+        """Returns the algorithm of a call, "" for the library's own.
 
         Args:
             kind: the collective.
@@ -164,14 +164,14 @@ class ChosenAlgorithms:
         return found
 
     def named(self, call: Collective) -> Collective:
-        """The call with its algorithm; as it is, if it has one already or none is chosen."""
+        """Returns the call with its algorithm, unchanged if it names one or none is chosen."""
         if not self.rows or call.algorithm:
             return call
         by = self.by(call.kind, call.axes, call.nbytes)
         return replace(call, algorithm=by) if by else call
 
     def title(self, call: Collective, nbytes: int) -> str:
-        """The name of a call to a person, where it goes with others in so many bytes."""
+        """Returns the display name of a call that is sent with others, `nbytes` in all."""
         return self.named(replace(call, nbytes=nbytes)).title
 
     def check(self, mesh: Mesh) -> None:
@@ -188,7 +188,7 @@ class ChosenAlgorithms:
 
 
 def directions(step: Step) -> dict[str, str]:
-    """The algorithms of a step's two directions, as the runtime's arguments `by` and `back`."""
+    """Returns the algorithms of a step's two directions, as the arguments `by` and `back`."""
     calls = {"by": step.forward, "back": step.backward}
     return {way: call.algorithm for way, call in calls.items() if call and call.algorithm}
 

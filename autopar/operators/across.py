@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
@@ -247,6 +248,8 @@ class Across(ABC):
         """
         if self.seen is not None:
             self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
+        if axis:
+            _refuse_capture(x)
         experts = Experts(gate, up, down, act, _three(*biases))
         first = self.group(axis).own(size)[0] if axis else 0
         if not over:
@@ -273,6 +276,16 @@ class Across(ABC):
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
         return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
+
+
+def _refuse_capture(x: Tensor) -> None:
+    """Raises ProgramError while a CUDA graph is captured, which would replay one number of rows."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ProgramError(
+            "experts that are split over devices cannot be in a CUDA graph",
+            why="the host reads in every step how many rows they have",
+            todo="omit cuda_graph",
+        )
 
 
 def _three(

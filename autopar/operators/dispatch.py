@@ -1,32 +1,37 @@
-"""Expert parallelism: rows of tokens travel to the devices of their experts, and back.
+"""Expert parallelism: tokens travel to the devices of their experts, and results travel back.
 
-Tokens and experts are split over the same devices. Each device sorts its rows by owner, says how
-many there are of each expert, sends them by an all_to_all of unequal parts, multiplies the rows
-that it receives, and sends the results back (GShard, arXiv:2006.16668, section 3.2, without a
-capacity: no row is dropped and none is padded, as in MegaBlocks, arXiv:2211.15841). Gradients take
-the same ways in the opposite direction, so that those of an expert are complete at its owner.
+Tokens and experts are split over the same devices. A device sends each of its tokens once to every
+device that has experts of it, with the numbers and weights of these, by an all_to_all of unequal
+parts whose lengths are exchanged first; the others multiply the tokens that arrive, sum the results
+of each, and send the sums back. No token is dropped and none is padded (as in MegaBlocks,
+arXiv:2211.15841; GShard, arXiv:2006.16668, section 3.2, has a capacity instead). Gradients take the
+same ways in the opposite direction, so that those of an expert are complete at its owner.
 
-Over several axes rows take one hop for each group of axes, for example first inside a node and then
-between nodes (Hwang et al., "Tutel", arXiv:2206.03382, section 3.4): fewer and longer messages, for
-one more hop.
+Over several axes tokens take one hop for each group of axes: first to every node that has experts
+of them, and from there to the devices inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2), so
+that a token crosses slow links once for each node.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout
-from autopar.operators.mixture import Experts, added, gathered
+from autopar.ir.tensor import DTYPE_BYTES, Layout
+from autopar.operators.expert_load import part_shares
+from autopar.operators.form import Calls, Part
+from autopar.operators.mixture import Experts, by_name, mixture
 from autopar.operators.peer_devices import Peers, travelled
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+ABSENT = -1  # the expert of a place whose expert is elsewhere
 
 
 @dataclass(frozen=True)
@@ -84,84 +89,78 @@ def dispatched(
 ) -> Tensor:
     """Returns what the experts of the hops contribute to this device's tokens.
 
-    Every device takes part in every hop, also with no rows at all.
+    Every device takes part in every hop, also with no tokens at all.
 
     Args:
         experts: this device's experts.
-        x, ids, weights: this device's tokens, their experts and the weights of these.
-        hops: how rows get to their experts, at least one.
+        x: tokens, [..., width].
+        ids: their experts, [..., k]; `ABSENT` for none.
+        weights: the weights of these, [..., k].
+        hops: how tokens get to their experts.
         first: number of this device's first expert.
         kernels: as for `mixture`.
     """
-
-    def compute(rows: Tensor, chosen: Tensor) -> Tensor:
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen - first, minlength=experts.count)
-        return experts(rows[order], counts.cumsum(0).int())[_inverse(order)]
-
-    (hop, *later), flat = hops, ids.flatten()
-    places = _count(flat)
-    if -1 in hop.takers:
-        places = torch.tensor(hop.takers, device=ids.device)[flat].ge(0).nonzero().flatten()
-    route = _route(flat[places], hop)
-    places = places[route.order]
-    rows, inverse = gathered(x, places, ids.shape[-1], kernels)
-    given = route.there_and_back(rows, lambda there: _onward(there, route.arrived, later, compute))
-    return added(given, places, inverse, x, weights)
-
-
-def _onward(rows: Tensor, experts: Tensor, hops: Sequence[Hop], compute: Compute) -> Tensor:
-    """Returns `compute` of each row at the device of its expert, in the order of `rows`."""
     if not hops:
-        return compute(rows, experts)
-    hop, *later = hops
-    route = _route(experts, hop)
-    results = route.there_and_back(
-        rows[route.order], lambda there: _onward(there, route.arrived, later, compute)
-    )
-    return results[_inverse(route.order)]
+        return mixture(experts, x, ids, weights, first, first + experts.count + 1, kernels)
+    (hop, *later), peers = hops, hops[0].peers
+    flat, chosen, given = (t.flatten(0, -2) for t in (x, ids, weights))
+    takers = torch.tensor((*hop.takers, ABSENT), device=ids.device)[chosen]
+    devices = torch.arange(peers.size, device=ids.device)
+    taker, token = (takers == devices.view(-1, 1, 1)).any(-1).nonzero().unbind(1)
+    sent = torch.bincount(taker, minlength=peers.size)
+    sends, takes = torch.stack([sent, peers.swap(sent.unsqueeze(1)).flatten()]).tolist()
+    own = takers[token] == taker.unsqueeze(1)
+    there = peers.rows(chosen[token].masked_fill(~own, ABSENT), sends, takes)
+    rows, scores = travelled((flat[token], given[token]), sends, takes, peers)
+    sums = dispatched(experts, rows, there, scores, later, first, kernels)
+    (back,) = travelled((sums,), takes, sends, peers)
+    total = back.new_zeros(flat.shape).index_put_((token,), back, accumulate=True)
+    return total.view(x.shape)
 
 
-@dataclass(frozen=True)
-class _Route:
-    """One hop of these rows.
+def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
+    """Returns the all_to_all of tokens to their experts and back, and those of their numbers.
 
-    Attributes:
-        order: the rows in the order in which they are sent, by taker and expert.
-        arrived: the experts of the rows that arrive.
-        sends, takes: rows to and from each device.
-        peers: the devices.
+    Every device has as many tokens as the others; the busiest one's experts set the pace.
+
+    Args:
+        part: a mixture in layouts.
+        hops: the axes of each hop; none if no axis splits tokens and experts.
     """
-
-    order: Tensor
-    arrived: Tensor
-    sends: list[int]
-    takes: list[int]
-    peers: Peers
-
-    def there_and_back(self, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns what is computed of rows, in their order, where they arrive."""
-        there = travelled(rows, self.sends, self.takes, self.peers)
-        return travelled(compute(there), self.takes, self.sends, self.peers)
-
-
-def _route(experts: Tensor, hop: Hop) -> _Route:
-    """Returns the route of rows of these experts, once devices know how many arrive."""
-    size, devices = len(hop.takers), hop.peers.size
-    takers = torch.tensor(hop.takers, device=experts.device)
-    places = takers[experts] * size + experts
-    order = places.argsort(stable=True)
-    sent = torch.bincount(places, minlength=devices * size).view(devices, size)
-    taken = hop.peers.swap(sent)
-    ids = torch.arange(size, device=experts.device).repeat(devices)
-    arrived = ids.repeat_interleave(taken.flatten())
-    sends, takes = torch.stack([sent.sum(1), taken.sum(1)]).tolist()
-    return _Route(order, arrived, sends, takes, hop.peers)
+    named = by_name(part.node, range(len(part.types)))
+    x, ids, weights = (part.operand(named[name]) for name in ("x", "ids", "weights"))
+    k, row = ids.shape[-1], x.shape[-1] * DTYPE_BYTES[x.dtype]
+    there = row + k * (DTYPE_BYTES[weights.dtype] + DTYPE_BYTES[ids.dtype])
+    up, layout = part.types[named["up"]], part.operands[named["up"]]
+    shares = part_shares(part.node, up, layout, part.mesh)
+    forward: list[Collective] = []
+    back: list[Collective] = []
+    for at, axes in enumerate(hops):
+        passed = tuple(axis for hop in hops[: at + 1] for axis in hop)
+        rows = math.prod(ids.shape[:-1]) * arrivals(up.shape[0], shares(passed), k)
+        numbers = part.ways(axes) * DTYPE_BYTES["i64"]
+        sizes = (numbers, math.ceil(rows * there))
+        forward += (Collective("all_to_all", axes, nbytes) for nbytes in sizes)
+        back.insert(0, Collective("all_to_all", axes, math.ceil(rows * row)))
+    return (*forward, *back), (*back[::-1], *forward[1::2][::-1])
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, _count(order))
+def arrivals(experts: int, parts: Sequence[float], k: int) -> float:
+    """Returns the number of devices to which a token goes, if all were as busy as the busiest.
 
+    A device takes a token unless none of its k different experts is there. With equal shares that
+    is the hypergeometric probability, else the choices are taken as independent.
 
-def _count(like: Tensor) -> Tensor:
-    return torch.arange(like.numel(), device=like.device, dtype=like.dtype)
+    Args:
+        experts: number of experts.
+        parts: the share of the rows of each device's experts; they sum to one, or less where
+            others' experts take the rest.
+        k: experts of a token.
+    """
+    busiest = max(parts)
+    own = busiest * experts
+    if math.isclose(min(parts), busiest) and math.isclose(own, round(own)):
+        missed = math.prod(max(experts - own - i, 0.0) / (experts - i) for i in range(k))
+    else:
+        missed = (1 - min(busiest, 1.0)) ** k
+    return (1 - missed) * len(parts)

@@ -18,10 +18,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.expert_load import LOAD, imbalance
+from autopar.operators.dispatch import dispatch_messages
+from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
+from autopar.operators.mixture import MIXTURE, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -80,7 +81,7 @@ def across(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple
         (dim,) = look.dims(node, types)
         more += (("size", types[look.operand].shape[dim]),)
     if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
-        more += (("over", _one(over)),)
+        more += (("over", over[0] if len(over) == 1 else tuple((axis,) for axis in over)),)
     return (replace(node, op=f"mesh.{look.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
@@ -101,7 +102,9 @@ def exchanged(
     if look is None or not axes:
         return (), ()
     if node.op == MIXTURE:
-        return _dispatch(node, types, operands, mesh)
+        hops = tuple((axis,) for axis in dispatch_axes(node, operands))
+        forward, backward = dispatch_messages(Part(node, types, operands, mesh), hops)
+        return forward, backward if node.requires_grad else ()
     if look.method == "linear_cross_entropy":
         return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
     looked = look.dims(node, types)
@@ -122,26 +125,6 @@ def exchanged(
         most, sums = calls[0]
         calls[0] = (most, replace(sums, nbytes=sums.nbytes // 2 * 3))
     return calls[0], calls[1] if node.requires_grad else ()
-
-
-def _dispatch(
-    node: Node, types: Types, operands: Layouts, mesh: Mesh
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns the all_to_all of rows to their experts and back, and that of their numbers.
-
-    Every device has as many tokens as the others; the busiest receives most of their rows.
-    """
-    over = dispatch_axes(node, operands)
-    if not over:
-        return (), ()
-    kinds, layouts = by_name(node, types), by_name(node, operands)
-    rows = TensorType(kinds["x"].dtype, (kinds["ids"].numel, kinds["x"].shape[-1]))
-    tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
-    local = Layout((tokens, ())).local_bytes(rows, mesh)
-    counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
-    busiest = math.ceil(local * imbalance(node, kinds["up"], layouts["up"], mesh))
-    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (busiest, counts))
-    return (known, there, there), (there, there) if node.requires_grad else ()
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:

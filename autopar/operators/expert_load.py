@@ -12,7 +12,7 @@ that it would have under equal load (the same figure as "max / mean load" in Wan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -86,29 +86,55 @@ class ExpertLoad:
             axes: the axes that split them, outermost first.
             mesh: the devices.
         """
-        if not axes:
-            return 1.0
+        parts = self.parts(experts, axes, axes, mesh)
+        return max(parts) * len(parts)
+
+    def parts(
+        self, experts: int, axes: Sequence[str], along: Sequence[str], mesh: Mesh
+    ) -> list[float]:
+        """Returns the share of the experts of each group of devices that lie alike along axes.
+
+        Args:
+            experts: their number.
+            axes: the axes that split them, outermost first.
+            along: those of them that tell the groups apart.
+            mesh: the devices.
+        """
         shares, layout = self.shares(experts), Layout((tuple(axes),))
-        parts = []
+        parts: dict[tuple[int, ...], float] = {}
         for place in product(*(range(mesh.axis_size(axis)) for axis in axes)):
             at = dict(zip(axes, place, strict=True))
             ((start, length),) = layout.bounds((experts,), mesh, at)
-            parts.append(math.fsum(shares[start : start + length]))
-        return max(parts) * len(parts)
+            group = tuple(at[axis] for axis in along)
+            parts[group] = parts.get(group, 0.0) + math.fsum(shares[start : start + length])
+        return list(parts.values())
+
+
+def load_of(node: Node) -> ExpertLoad:
+    """Returns the load that a mixture's prices assume."""
+    text = node.keyword(LOAD)
+    return ExpertLoad.parse(text if isinstance(text, str) else "equal")
 
 
 def imbalance(node: Node, up: TensorType, layout: Layout, mesh: Mesh) -> float:
-    """Returns the imbalance of a mixture's devices, by its keyword; 1 without one.
+    """Returns the imbalance of a mixture's devices.
 
     Args:
         node: the mixture.
         up, layout: type and layout of the weights of its experts.
         mesh: the devices.
     """
-    text = node.keyword(LOAD)
-    if not isinstance(text, str):
+    if node.keyword(LOAD) is None:
         return 1.0
-    return ExpertLoad.parse(text).imbalance(up.shape[0], layout.dims[0], mesh)
+    return load_of(node).imbalance(up.shape[0], layout.dims[0], mesh)
+
+
+def part_shares(
+    node: Node, up: TensorType, layout: Layout, mesh: Mesh
+) -> Callable[[Sequence[str]], list[float]]:
+    """Returns a function from axes to the shares of the groups that they tell apart."""
+    load, axes = load_of(node), layout.dims[0]
+    return lambda along: load.parts(up.shape[0], axes, along, mesh)
 
 
 def with_load(graph: Graph, load: ExpertLoad) -> Graph:

@@ -83,6 +83,7 @@ class Form:
         scratch: bytes that live only while it runs, forwards and backwards.
         turns: number of turns in which it computes; in all but the last one it sends meanwhile.
         examples: on which it is proved, beside those of the operator's rule.
+        together: two factors that one axis may split at once, as in `OpRule`.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Form:
     scratch: Callable[[Part], tuple[float, float]] = _nothing
     turns: Callable[[Part], int] = _one
     examples: tuple[str, ...] = ()
+    together: str = ""
 
     def call(self, node: Node, types: Types, operands: Layouts) -> Node:
         """Returns `node` as one device runs it: a call of the method."""

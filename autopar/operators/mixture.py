@@ -89,7 +89,7 @@ def mixture(
     Args:
         experts: the experts.
         x: tokens, [..., width].
-        ids: the experts of every token, [..., k], from 0 up to `size`.
+        ids: the experts of every token, [..., k], from 0 up to `size`, or -1 for none.
         weights: weights of every token's experts, [..., k].
         first, size: the first local expert and the total number; by default all are local.
         kernels: whether kernels gather, weight and sum rows, in at least float32.
@@ -157,6 +157,18 @@ def by_name(node: Node, values: Sequence[_Value]) -> dict[str, _Value]:
     """Returns values of a mixture's operands by the names of these, of those that it has."""
     given = [name for name, arg in zip(_ARGUMENTS, node.args, strict=False) if isinstance(arg, Ref)]
     return dict(zip(given, values, strict=True))
+
+
+_TERMS = {
+    "gate": "e f d!", "up": "e f d!", "down": "e d! f", "x": "... d!", "ids": "... k!",
+    "weights": "... k!", "gate_bias": "e f", "up_bias": "e f", "down_bias": "+e d!",
+}  # fmt: skip
+
+
+def factors(node: Node) -> str:
+    """Returns the factor string of a mixture, in the notation of `intra_op/rule.py`."""
+    terms = (_TERMS[name] for name in by_name(node, node.inputs))
+    return f"{', '.join(terms)} -> ... d!"
 
 
 def dispatch_axes(node: Node, into: Sequence[Layout]) -> tuple[str, ...]:

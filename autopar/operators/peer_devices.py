@@ -142,24 +142,32 @@ def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
     return result
 
 
-def travelled(x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers) -> Tensor:
-    """Returns the rows that arrive, see `Peers.rows`; gradients of rows travel back."""
-    result: Tensor = _Travelled.apply(x, sends, takes, peers)  # type: ignore[no-untyped-call]
+def travelled(
+    xs: tuple[Tensor, ...], sends: Sequence[int], takes: Sequence[int], peers: Peers
+) -> tuple[Tensor, ...]:
+    """Returns the rows of each that arrive, see `Peers.rows`; gradients of rows travel back.
+
+    All travel in one order in both directions, whatever else autograd does in between.
+    """
+    result: tuple[Tensor, ...] = _Travelled.apply(  # type: ignore[no-untyped-call]
+        sends, takes, peers, *xs
+    )
     return result
 
 
 class _Travelled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sends: Sequence[int], takes: Sequence[int], peers: Peers
-    ) -> Tensor:
+        ctx: Any, sends: Sequence[int], takes: Sequence[int], peers: Peers, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.sends, ctx.takes, ctx.peers = sends, takes, peers
-        return peers.rows(x, sends, takes)
+        return tuple(peers.rows(x, sends, takes) for x in xs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.rows(gradients[0], ctx.takes, ctx.sends), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back = (ctx.peers.rows(gradient, ctx.takes, ctx.sends) for gradient in gradients)
+        return None, None, None, *back
 
 
 class _Total(torch.autograd.Function):

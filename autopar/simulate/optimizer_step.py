@@ -167,8 +167,7 @@ def update(
     recorder.phase = "optimizer"
     if not away:
         _step(recorder, settings, trained, plan)
-        if owned := [each.owned for each in trained if each.owned is not None]:
-            owned_update(recorder, owned, plan.mesh.size)
+        _owned_step(recorder, trained, plan)
         return
     buckets = list(rows(trained, plan.bucket))
     coming = _come(recorder, settings, buckets, 0)
@@ -180,6 +179,7 @@ def update(
         if settings.accelerator:
             coming = _come(recorder, settings, buckets, number + 1)
         _step(recorder, settings, row)
+        _owned_step(recorder, row, plan)
         if going is not None:
             _gone(recorder, going)
         going = None if here is None else _go(recorder, settings, here)
@@ -187,6 +187,12 @@ def update(
             coming = _come(recorder, settings, buckets, number + 1)
     if going is not None:
         _gone(recorder, going)
+
+
+def _owned_step(recorder: Recorder, trained: Sequence[Updated], plan: StagePlan) -> None:
+    """Plays what owners update of some parameters."""
+    if owned := [each.owned for each in trained if each.owned is not None]:
+        owned_update(recorder, owned, plan.mesh.size)
 
 
 def _step(

@@ -145,7 +145,8 @@ class _Step:
             self.leaves[node.name] = Value(buffer, node.requires_grad)
             if node.op == "param" and self.graph.users[node.name]:
                 self._parameter(node)
-        if nbytes := most_states(self.owned, self.plan.mesh.size):
+        away = self.plan.offload.optimizer
+        if nbytes := 0.0 if away else most_states(self.owned, self.plan.mesh.size):
             recorder.hold(recorder.allocate("optimizer", "states of whole parameters", nbytes))
 
     def _parameter(self, node: Node) -> None:

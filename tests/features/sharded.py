@@ -122,7 +122,8 @@ def made_once() -> Iterator[list[Any]]:
     Models are alike that have one key, which is yielded and to be filled.
     """
     compiler = importlib.import_module("autopar.session.compiler")
-    capture, plan = compiler.capture_call, compiler.plan_captured
+    sizing = importlib.import_module("autopar.planning.local_batches")
+    capture, plan = sizing.capture_call, compiler.plan_captured
     known: dict[str, Any] = {}
     key: list[Any] = []
 
@@ -142,7 +143,8 @@ def made_once() -> Iterator[list[Any]]:
         what = (key, fingerprint(found.graph), mesh, replace(options, table={}))
         return once(what, lambda: plan(found, mesh, options, trace))
 
-    with patch.multiple(compiler, capture_call=captured, plan_captured=planned):
+    captures = patch.object(sizing, "capture_call", captured)
+    with captures, patch.object(compiler, "plan_captured", planned):
         yield key
 
 

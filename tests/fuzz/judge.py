@@ -134,7 +134,7 @@ def train(jobs: list[Job]) -> list[Run]:
     for job in jobs:
         model = Random(job.seed)
         try:
-            with patch.object(compiler, "capture_call", lambda *_, job=job: job.captured):
+            with patch.object(compiler, "capture_parts", lambda *_, job=job: job.captured):
                 program = autopar.compile(
                     model,
                     job.mesh,

@@ -194,7 +194,7 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
         )
         seconds = play(one, lambda *_: 0.0)[1] + max(way.once for way in ways)
         tried.append(seconds)
-    assert found.found.bound <= found.found.best.seconds * (1 + 1e-9)
+    assert found.closed_form.bound <= found.closed_form.best.seconds * (1 + 1e-9)
     # The best is looked for by formulas, to which simulations come as near as that.
     assert found.seconds <= min(tried) * (1 + INEXACT)
 
@@ -213,7 +213,7 @@ def test_a_search_with_a_second_process_finds_the_same() -> None:
         )
     assert together.seconds == alone.seconds
     assert together.pipeline == alone.pipeline
-    assert together.found.calls == alone.found.calls
+    assert together.closed_form.calls == alone.closed_form.calls
 
 
 def test_a_block_beside_the_embedding_is_not_taken_for_one_of_the_run() -> None:

@@ -69,7 +69,7 @@ def test_every_method_trains_as_stale_weights_do(stages: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["ddp", "zero1"])
+@pytest.mark.parametrize("state", ["ddp", "zero1", "zero2"])
 def test_stages_of_two_devices_train_as_those_of_one(state: str) -> None:
     """Data parallelism inside a stage, and its optimizer's state split."""
     names = ["pipedream", "few", "2bw", "ampnet of two", *(["bounded"] if state == "ddp" else [])]

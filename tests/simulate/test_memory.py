@@ -75,7 +75,7 @@ class Case:
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
         compiler = importlib.import_module("autopar.session.compiler")
-        with patch.object(compiler, "capture_call", lambda *_: self.captured):
+        with patch.object(compiler, "capture_parts", lambda *_: self.captured):
             program = autopar.compile(
                 model,
                 self.plan.mesh,

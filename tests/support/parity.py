@@ -229,7 +229,7 @@ class Sharded:
         for case, plan in zip(self.cases, self.plans, strict=True):
             key = case.key
             captured = self.captured[key]
-            with patch.object(compiler, "capture_call", lambda *_, found=captured: found):
+            with patch.object(compiler, "capture_parts", lambda *_, found=captured: found):
                 runs.append(_train(case, plan, *models[key]))
         for key, (model, _) in models.items():
             untouched = make(self.name, *key[:2])[0].state_dict()

@@ -241,7 +241,7 @@ class Jobs:
         captured = self.captured[key]
         model, batch = case.make()
         with (
-            patch.object(compiler, "capture_call", lambda *_: captured),
+            patch.object(compiler, "capture_parts", lambda *_: captured),
             patch.object(runtime, "Refetch", lambda comm, ahead: Refetch(comm, case.ahead)),
         ):
             program = autopar.compile(

@@ -203,7 +203,7 @@ def losses(found: Planned | None) -> tuple[list[float], Batch]:
     model, batch = gpt({})
     if found is not None:
         compiler = importlib.import_module("autopar.session.compiler")
-        with patch.object(compiler, "capture_call", lambda *_: found.captured):
+        with patch.object(compiler, "capture_parts", lambda *_: found.captured):
             program = autopar.compile(
                 model,
                 MESH,

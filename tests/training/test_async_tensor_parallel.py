@@ -85,7 +85,7 @@ class Case:
         for direct in (False, True):
             model, batch = small(self.name)
             with (
-                patch.object(compiler, "capture_call", lambda *_: found),
+                patch.object(compiler, "capture_parts", lambda *_: found),
                 patch.object(collectives, "reach_one_another", lambda group, direct=direct: direct),
             ):
                 program = autopar.compile(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +14,10 @@ import autopar
 from autopar.capture.capture import Captured
 from autopar.intra_op import node_choices
 from autopar.intra_op.rule import Signature
-from autopar.intra_op.strategy import Strategy, strategies
+from autopar.intra_op.strategy import Strategy, form_strategies, strategies
+from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
+from autopar.operators.mixture import MIXTURE
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
@@ -37,24 +41,38 @@ def train_whole(name: str) -> Run:
     return Run(losses, dict(model.state_dict()))
 
 
-# On which mesh, and how every mixture is split along its axes.
+# On which mesh, how every mixture is split along its axes, and in which form.
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "line": (LINE, {"gpu": "e&...0"}),
     "beside data": (GRID, {"data": "...0", "tensor": "e&...0"}),
     "over both": (GRID, {"data": "e&...0", "tensor": "e&...0"}),
+    "over both, direct": (GRID, {"data": "e&...0", "tensor": "e&...0"}),
     "to parts of experts": (GRID, {"data": "e&...0", "tensor": "f"}),
     "beside other experts": (GRID, {"data": "e&...0", "tensor": "e"}),
 }
 
 
-def only(parts: dict[str, str]) -> Callable[[Signature, Mesh], tuple[Strategy, ...]]:
+@contextmanager
+def only(way: str) -> Iterator[None]:
     """Leaves mixtures one strategy."""
+    _, parts = WAYS[way]
+    direct = way.endswith("direct")
 
-    def chosen(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
+    def plain(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
         every = strategies(signature, mesh)
-        return tuple(s for s in every if not signature.together or dict(s.parts) == parts)
+        wanted = {} if direct else parts
+        return tuple(s for s in every if not signature.together or dict(s.parts) == wanted)
 
-    return chosen
+    def formed(node: Node, types: Any, mesh: Mesh) -> Iterator[tuple[Strategy, float]]:
+        for strategy, share in form_strategies(node, types, mesh):
+            if node.op != MIXTURE or (direct and dict(strategy.parts) == parts):
+                yield strategy, share
+
+    with (
+        patch.object(node_choices, "strategies", plain),
+        patch.object(node_choices, "form_strategies", formed),
+    ):
+        yield
 
 
 def train(found: dict[str, Captured], ways: tuple[str, ...]) -> dict[tuple[str, str], Run]:
@@ -63,11 +81,11 @@ def train(found: dict[str, Captured], ways: tuple[str, ...]) -> dict[tuple[str, 
     runs = {}
     for name, captured in found.items():
         for way in ways:
-            mesh, parts = WAYS[way]
+            mesh, _ = WAYS[way]
             model, batch = mixture(name)
             with (
-                patch.object(compiler, "capture_call", lambda *_, c=captured: c),
-                patch.object(node_choices, "strategies", only(parts)),
+                patch.object(compiler, "capture_parts", lambda *_, c=captured: c),
+                only(way),
             ):
                 program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)
             losses = [program.step(**batch).item() for _ in range(STEPS)]
@@ -89,11 +107,13 @@ def check(names: tuple[str, ...], ways: tuple[str, ...]) -> None:
             error = max(max(run.errors(whole)) for run in runs)
             if not error <= TOLERANCE:
                 wrong[name, way] = f"off by {error:.2g}"
+            elif ("mixture_direct(" in runs[0].source) != way.endswith("direct"):
+                wrong[name, way] = "another form"
     assert not wrong, wrong
 
 
 def test_training() -> None:
-    check(QUICK, ("line", "over both", "to parts of experts"))
+    check(QUICK, ("line", "over both", "over both, direct", "to parts of experts"))
 
 
 @pytest.mark.slow

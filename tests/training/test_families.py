@@ -90,7 +90,7 @@ class Jobs:
         runs = {}
         for name, captured in self.captured.items():
             model, batch = make(name)
-            with patch.object(compiler, "capture_call", lambda *_, found=captured: found):
+            with patch.object(compiler, "capture_parts", lambda *_, found=captured: found):
                 program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)
             torch.manual_seed(1)
             losses = [program.step(**batch).item() for _ in range(STEPS)]

@@ -102,7 +102,7 @@ SPLITS: dict[str, tuple[str, dict[str, str], str]] = {
             OUT: f"[{TOKENS}@data@tensor, {WIDTH}]",
             DOWN: f"[{EXPERTS}@data@tensor, {WIDTH}, {INNER}]",
         },
-        '"silu", axis=("data", "tensor"), size=4, over=("data", "tensor")',
+        '"silu", axis=("data", "tensor"), size=4, over=(("data",), ("tensor",))',
     ),
     "dispatched to parts of experts": (
         FAR_GRID,
@@ -132,7 +132,7 @@ def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     for name in FUSED if fuse else SPLITS:
         mesh, pins, _ = SPLITS[name]
         model, batch = make(MODEL)
-        with patch.object(compiler, "capture_call", lambda *_: found):
+        with patch.object(compiler, "capture_parts", lambda *_: found):
             program = autopar.compile(
                 model, mesh, optimizer=sgd, example_inputs=batch, pins=pins, fuse=fuse
             )
@@ -305,10 +305,12 @@ def test_what_is_no_mixture_is_left_alone(unwritten: Captured, what: str) -> Non
 def test_a_parameter_that_is_read_elsewhere_stays_whole(unwritten: Captured) -> None:
     graph = unwritten.graph
     read = [n.name for n in graph.leaves("param") if n.target.endswith("gate_up_proj")]
-    outputs = (*graph.outputs, ("seen", read[0]))
-    found = find_mixtures(replace(graph, outputs=outputs))
-    assert ops(found).count(MIXTURE) == 1
+    before = replace(graph, outputs=(*graph.outputs, ("seen", read[0])))
+    found = find_mixtures(before)
+    assert ops(found).count(MIXTURE) == 2
     assert read[0] in found
+    assert read[1] not in found
+    assert_equal_runs(before, found, model_values(*make(MODEL), unwritten))
 
 
 def test_devices_share_the_products(unwritten: Captured) -> None:

@@ -63,7 +63,7 @@ def trained(found: list[Captured]) -> list[Run]:
     runs = []
     for fuse, graph in zip(WAYS, found, strict=True):
         model, batch = llama()
-        with patch.object(compiler, "capture_call", lambda *_, graph=graph: graph):
+        with patch.object(compiler, "capture_parts", lambda *_, graph=graph: graph):
             program = autopar.compile(
                 model, MESH, optimizer=optimizer, example_inputs=batch, pins=PINS, fuse=fuse
             )

@@ -1,4 +1,4 @@
-"""Which algorithm is the cheapest for a collective, by its kind, its axes and its size."""
+"""Chooses the cheapest algorithm of a collective by its kind, axes and size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms, C
 from autopar.ir.collective import Collective
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # that plans have
-MOST_RANKS = 128  # of a group whose algorithms are compared; of larger ones the library's is taken
+MOST_RANKS = 128  # of a group whose algorithms are compared; larger groups use the library
 MOST_MESSAGES = 20_000
 PIECES = (4, 16)  # into which chunks are cut, besides none
-NEAR = 2.0  # what is this many times as slow as the best is not tried in pieces
+NEAR = 2.0  # slower by this factor than the best, an algorithm is not tried in pieces
 SIZES = tuple(1 << power for power in range(10, 33))
-GAIN = 1.02  # an algorithm that is no faster than this is not worth leaving the library for
+GAIN = 1.02  # an algorithm must be faster than the library by this factor
 
 Price = Callable[[Collective], float]
 
 
 def choose(network: Network, price: Price) -> ChosenAlgorithms:
-    """The cheapest way to run every collective over every set of axes, by its size.
+    """Returns the cheapest algorithm of every collective over every set of axes, by size.
 
     Args:
         network: the levels under the axes of a mesh.
@@ -49,7 +49,7 @@ def choose(network: Network, price: Price) -> ChosenAlgorithms:
 def _ways(
     kind: str, shape: tuple[int, ...], named: tuple[int, ...]
 ) -> Iterator[tuple[Algorithm, int]]:
-    """The algorithms that are compared, each with its messages; `named` is what a call must say."""
+    """Yields each algorithm to compare, with its number of messages; `named` are its levels."""
     ranks = 1
     for size in shape:
         ranks *= size

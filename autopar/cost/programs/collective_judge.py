@@ -1,4 +1,4 @@
-"""The judge of collectives' programs: runs the ranks' scripts on symbols and looks what is there.
+"""Verifies programs of collectives: runs the ranks' scripts on symbols and checks the result.
 
 A chunk's value is the set of the ranks whose part is in it, as the bits of a number. Ranks go
 through their scripts as strictly as any library may: all posts of a round at once, a message when
@@ -93,7 +93,7 @@ class _Trial:
                     )
 
     def _advance(self, rank: int) -> list[int]:
-        """Begins the next round of a rank; the ranks whose rounds that ends."""
+        """Begins the next round of a rank; returns the ranks whose rounds end by that."""
         self.place[rank] += 1
         if self.place[rank] >= len(self.scripts[rank]):
             return []

@@ -149,12 +149,12 @@ class CollectiveProgram:
 
     @property
     def unit(self) -> int:
-        """The number of chunks is a multiple of this one."""
+        """The number that must divide `chunks`."""
         return unit(self.kind, self.ranks)
 
     @property
     def share(self) -> float:
-        """The part of what a device brings to the call that a chunk holds."""
+        """The fraction of a device's payload that one chunk holds."""
         whole = self.ranks if self.kind in ("all_gather", "all_to_all") else 1
         return whole / self.chunks
 
@@ -165,7 +165,7 @@ class CollectiveProgram:
 
     @property
     def scripts(self) -> tuple[Script, ...]:
-        """What each rank posts, round by round; rounds without messages of its own are left out."""
+        """The posts of each rank, round by round, without rounds in which it posts nothing."""
         made: list[list[tuple[Post, ...]]] = [[] for _ in range(self.ranks)]
         for messages in self.rounds:
             posts: dict[int, list[Post]] = {}
@@ -203,7 +203,7 @@ class CollectiveProgram:
 
 
 def unit(kind: str, ranks: int) -> int:
-    """The number of chunks of `kind` over `ranks` ranks is a multiple of this."""
+    """Returns the number that must divide the chunks of `kind` over `ranks` ranks."""
     return {"all_gather": ranks, "reduce_scatter": ranks, "all_to_all": ranks**2}.get(kind, 1)
 
 
@@ -230,7 +230,7 @@ def _round(number: int, row: str) -> Round:
 
 
 def _spans(chunks: Sequence[int]) -> str:
-    """Rising numbers, those that follow one another as "first-last"."""
+    """Formats ascending numbers; consecutive ones as "first-last"."""
     starts = [i for i, chunk in enumerate(chunks) if not i or chunks[i - 1] + 1 != chunk]
     spans = (chunks[a:b] for a, b in pairwise((*starts, len(chunks))))
     return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

@@ -1,4 +1,4 @@
-"""Who sends what when: a played program as a picture in SVG, and as a trace for Perfetto."""
+"""Draws a played program as an SVG picture, and writes it as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SENT, ADDED = "#06c", "#c60"  # what is kept as it is, and what is added
 
 
 def _lanes(program: CollectiveProgram, played: Played) -> Iterator[tuple[int, int, Message]]:
-    """(number, lane, message): of a rank as many lanes as messages are under way at once."""
+    """Yields (number, lane, message); a rank has a lane for each concurrent message."""
     free: dict[int, list[float]] = {}
     order = sorted(range(len(played.begins)), key=lambda n: (played.begins[n], n))
     messages = list(program.messages)
@@ -27,7 +27,7 @@ def _lanes(program: CollectiveProgram, played: Played) -> Iterator[tuple[int, in
 
 
 def perfetto(program: CollectiveProgram, played: Played) -> str:
-    """The trace in the JSON of Chrome and Perfetto: a process for each rank, in microseconds."""
+    """Returns a trace in the JSON of Chrome and Perfetto: one process per rank, in microseconds."""
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         for rank in range(program.ranks)
@@ -50,7 +50,7 @@ def perfetto(program: CollectiveProgram, played: Played) -> str:
 
 
 def picture(program: CollectiveProgram, played: Played) -> str:
-    """The picture: a row for each rank, a bar for each message from when it begins to its end."""
+    """Returns an SVG picture: a row for each rank, a bar for the duration of each message."""
     found = list(_lanes(program, played))
     depth = [1] * program.ranks
     for _, lane, message in found:

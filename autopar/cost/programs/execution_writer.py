@@ -28,7 +28,7 @@ _NOP = Operation("nop")
 
 
 def execution_plan(program: CollectiveProgram) -> ExecutionPlan:
-    """The execution plan of a program, in place but for an all_to_all."""
+    """Returns the execution plan of a program, in place except for an all_to_all."""
     writer = _Writer(program)
     inplace = program.kind != "all_to_all"
     gpus = tuple(map(writer.gpu, range(program.ranks)))
@@ -36,7 +36,7 @@ def execution_plan(program: CollectiveProgram) -> ExecutionPlan:
 
 
 def played_plan(plan: ExecutionPlan, levels: Sequence[Level], nbytes: float) -> Played:
-    """What a plan takes over the levels of a network; see `play` and `judge_plan`."""
+    """Returns the times of a plan over the levels of a network; see `play` and `judge_plan`."""
     transfers = judge_plan(plan)
     rows = [(t.source, t.target, t.chunks, False) for t in transfers]
     share = 1 / plan.gpus[0].inputs

@@ -34,7 +34,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Messages as arrays, with what each of them waits for.
+    """Messages as arrays, with their dependencies.
 
     Attributes:
         ranks: how many there are.
@@ -57,7 +57,7 @@ class Flow:
 
     @classmethod
     def of(cls, program: CollectiveProgram, in_step: bool = False) -> Flow:
-        """The flow of a program, whose messages are numbered round by round."""
+        """Returns the flow of a program; messages are numbered round by round."""
         before = _in_step(program) if in_step else _by_data(program)
         rows = [(m.source, m.target, len(m.chunks), m.adds) for m in program.messages]
         return cls.of_messages(program.ranks, program.share, rows, before)
@@ -70,7 +70,7 @@ class Flow:
         rows: Sequence[tuple[int, int, int, bool]],
         before: Sequence[Collection[int]],
     ) -> Flow:
-        """The flow of messages: source, target, chunks and whether they are added.
+        """Returns the flow of messages: source, target, chunks and whether they are added.
 
         Args:
             ranks: how many there are.
@@ -95,7 +95,7 @@ class Flow:
 
 
 def _by_data(program: CollectiveProgram) -> list[set[int]]:
-    """For each message those that brought its chunks, and the one before between the two ranks."""
+    """Returns the dependencies of each message: who wrote its chunks, and the last on its pair."""
     wrote: dict[tuple[int, int], tuple[int, ...]] = {}
     last: dict[tuple[int, int], int] = {}
     found: list[set[int]] = []
@@ -117,7 +117,7 @@ def _by_data(program: CollectiveProgram) -> list[set[int]]:
 
 
 def _in_step(program: CollectiveProgram) -> list[set[int]]:
-    """For each message those of the rounds before of both its ranks."""
+    """Returns the dependencies of each message: those of both ranks in the round before."""
     last: dict[int, list[int]] = {}
     found: list[set[int]] = []
     for messages in program.rounds:
@@ -133,7 +133,7 @@ def _in_step(program: CollectiveProgram) -> list[set[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """How long a program took.
+    """The times of a played program.
 
     Attributes:
         seconds: until the last message had ended.
@@ -146,7 +146,7 @@ class Played:
 
 
 class _Links:
-    """Which links the messages of a flow use, and how fast they are."""
+    """The links that each message uses, and their bandwidths."""
 
     def __init__(self, flow: Flow, levels: Sequence[Level]) -> None:
         names = {name: i for i, name in enumerate(dict.fromkeys(lv.resource for lv in levels))}
@@ -175,7 +175,7 @@ class _Links:
         self.counts = flow.ranks * (kinds + 1)
 
     def rates(self, active: Numbers) -> Floats:
-        """Bytes/s of each of the messages that are under way."""
+        """Returns the bandwidth of each active message, in bytes/s."""
         found = np.full(len(active), np.inf)
         for link, rate in self.users:
             here = link[active]
@@ -187,7 +187,7 @@ class _Links:
 def play(
     flow: Flow, levels: Sequence[Level], nbytes: float, adding: float = 0.0, base: float = 0.0
 ) -> Played:
-    """Plays a program.
+    """Simulates a program over the network, and returns the times of its messages.
 
     Args:
         flow: of the program.
@@ -253,5 +253,5 @@ def play(
 def flow_of(
     kind: str, name: str, shape: tuple[int, ...], pieces: int = 1, in_step: bool = False
 ) -> Flow:
-    """The flow of an algorithm's program, kept for the next size; see `written`."""
+    """Returns the flow of an algorithm's program, cached; see `written`."""
     return Flow.of(written(kind, name, shape, pieces), in_step)

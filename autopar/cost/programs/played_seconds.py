@@ -1,7 +1,7 @@
-"""Seconds of a collective by an algorithm: played at a few sizes, straight between them.
+"""Prices a collective under an algorithm: plays a few sizes and interpolates linearly between them.
 
-A played time is made of latencies and of bytes, so that it is straight in the size but where
-another link becomes the slowest; sizes four times as large as one another are played.
+A played time is the sum of latencies and transfers, so it is linear in the size except where the
+bottleneck moves to another link. Sizes grow by a factor of four.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.ir.chosen_algorithms import Algorithm
 
 
 class Pace(NamedTuple):
-    """What messages take besides the figures of the links.
+    """Costs of messages beyond latency and bandwidth of the links.
 
     Attributes:
         in_step: whether the calls of a rank follow one another on a stream.
@@ -30,11 +30,11 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, levels: tuple[Level, ...]) -> Pace:
-        """That of the runtime on a device (see `autopar/runtime/communication/programmed.py`).
+        """Returns the costs on a device in `autopar/runtime/communication/programmed.py`.
 
-        NCCL's calls follow one another on a stream, each with what NCCL takes before its first
-        byte and a kernel that adds; gloo's messages go side by side. Of a byte that is added two
-        are read and one is written.
+        NCCL's calls follow one another on a stream; each costs NCCL's time before the first byte
+        and the launch of a kernel that adds. gloo's messages run side by side. Adding a byte reads
+        two and writes one.
         """
         adding = 3 / (device.memory_bandwidth * device.memory_efficiency)
         protocols = levels[-1].library
@@ -46,7 +46,7 @@ class Pace(NamedTuple):
 def played_seconds(
     kind: str, by: Algorithm, levels: tuple[Level, ...], nbytes: float, pace: Pace
 ) -> float:
-    """Seconds of `kind` by an algorithm among the devices of `levels`; none for a lone device.
+    """Returns the seconds of `kind` under an algorithm over `levels`; 0 for a single device.
 
     Args:
         kind: the collective.

@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from autopar.intra_op.rule import rule
-from autopar.ir.graph import Node
-from autopar.ir.tensor import TensorType
-from autopar.operators.mixture import GROUPED, by_name
-
-_TERMS = {
-    "gate": "e f d!", "up": "e f d!", "down": "e d! f", "x": "... d!", "ids": "... k!",
-    "weights": "... k!", "gate_bias": "e f", "up_bias": "e f", "down_bias": "+e d!",
-}  # fmt: skip
-
-
-def _mixture(node: Node, types: tuple[TensorType, ...]) -> str:
-    return f"{', '.join(_TERMS[name] for name in by_name(node, types))} -> ... d!"
-
+from autopar.operators.mixture import GROUPED, factors
 
 _EXPERTS = "f64[4, 6, 3], f64[4, 6, 3], f64[4, 3, 6]"
 RULES = (
@@ -23,7 +11,7 @@ RULES = (
     # of every token's sum.
     rule(
         "autopar.mixture",
-        _mixture,
+        lambda node, types: factors(node),
         flops=lambda node, types: f"{2 * (2 + (node.args[0] is not None))} ... k f d",
         together="e ...",  # tokens travel to their experts
         examples=(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
-from autopar.runtime.checkpoint.saving import Saving
+from autopar.runtime.checkpoint.saving import Saving, taking
 from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
 from autopar.runtime.checkpoint.tensor_names import Names
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
@@ -230,7 +229,7 @@ class Checkpoints:
         rates = decode(index.details["scheduler"])
         self._take_state(index, str(path), partial(self._read, path, index))
         if scheduler is not None:
-            with _taking("the scheduler"):
+            with taking("the scheduler"):
                 scheduler.load_state_dict(rates)
         torch.set_rng_state(random)
         return values
@@ -281,15 +280,16 @@ class Checkpoints:
         read(wanted)
         if not index.under("ema"):
             self.holder.update.restart()
-        with _taking("the scale of the loss"):
+        with taking("the scale of the loss"):
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
         if self.holder.apart is not None:
-            self.holder.apart.take(decode(index.details.get("outer")))
+            with taking("the rounds"):
+                self.holder.apart.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
-            with _taking("what was under way"):
+            with taking("what was under way"):
                 self.holder.resume(record.cpu(), tensors)
 
     def load_weights(
@@ -385,16 +385,3 @@ class Checkpoints:
             value = self._constants.get(h.name)
             if value is not None and not value.is_meta:
                 h.tensor.copy_(value[h.box.slices])
-
-
-@contextmanager
-def _taking(what: str) -> Iterator[None]:
-    """Returns a context that raises CheckpointError for any error of loading a state."""
-    try:
-        yield
-    except Exception as error:  # user code may raise anything
-        raise CheckpointError(
-            f"{what} does not accept its state",
-            why=f"{type(error).__name__}: {error}",
-            todo="pass one of the kind that was saved",
-        ) from error

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
-from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.runtime.checkpoint.apart import Apart
 from autopar.runtime.checkpoint.boxes import Box, box_of
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES, decode, encode
-from autopar.runtime.communication.compressed import Memory
 from autopar.runtime.parameters.pieces import Parameter, State
-from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.owners import Dealt
 from autopar.runtime.update.update import Update
@@ -46,8 +44,7 @@ class Held:
         first: whether this rank's stage saves it; another stage of a pipeline may have a copy.
         average: the average of `updated`, if there is one.
         dealt: set if one rank updates the parameter for all.
-        hops: its collectives in a step.
-        memory: what compressed reductions keep of it; None if there are none.
+        weight: set if compressed reductions keep residuals of it.
     """
 
     parameter: Parameter
@@ -57,12 +54,7 @@ class Held:
     first: bool = True
     average: Tensor | None = None
     dealt: Dealt | None = None
-    hops: tuple[Hop, ...] = ()
-    memory: Memory | None = None
-
-    def path(self, when: str) -> tuple[Hop, ...]:
-        """Returns its collectives at one time of a step."""
-        return tuple(hop for hop in self.hops if hop.when == when)
+    weight: Weight | None = None
 
     @property
     def name(self) -> str:
@@ -174,8 +166,7 @@ def held_of(
             first is None or parameter.name in first,
             update.averages.get(id(own)),
             dealt.get(id(own)),
-            weight.hops,
-            weight.memory if any(hop.residual for hop in weight.hops) else None,
+            weight if any(hop.residual for hop in weight.hops) else None,
         )
         for parameter, tensor, own, weight in zip(
             state.parameters, tensors, weights.updated, weights.all, strict=True

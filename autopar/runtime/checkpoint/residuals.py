@@ -23,6 +23,7 @@ from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES
 from autopar.runtime.communication.compressed import Memory
+from autopar.runtime.parameters.shards import Weight
 
 
 class _Holder(NamedTuple):
@@ -30,13 +31,18 @@ class _Holder(NamedTuple):
 
     Attributes:
         held: the parameter.
-        memory: what is kept of it.
+        weight: the same, with its collectives and what is kept of it.
         name: unlike that of another stage which holds the parameter.
     """
 
     held: Held
-    memory: Memory
+    weight: Weight
     name: str
+
+    @property
+    def memory(self) -> Memory:
+        """What is kept of it."""
+        return self.weight.memory
 
     @property
     def slots(self) -> dict[str, Hop]:
@@ -44,7 +50,7 @@ class _Holder(NamedTuple):
         return {
             f"{when}{place}": hop
             for when in REDUCED
-            for place, hop in enumerate(self.held.path(when))
+            for place, hop in enumerate(self.weight.path(when))
             if hop.residual
         }
 
@@ -75,8 +81,8 @@ def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
     seen: Counter[str] = Counter()
     for h in held:
         first = f"residual.{h.parameter.key}.{h.state.comm.ranks[0]}"
-        if h.memory is not None:
-            yield _Holder(h, h.memory, f"{first}.{seen[first]}")
+        if h.weight is not None:
+            yield _Holder(h, h.weight, f"{first}.{seen[first]}")
             seen[first] += 1
 
 
@@ -171,5 +177,5 @@ def _of_one(name: str) -> bool:
 def forget(held: Sequence[Held]) -> None:
     """Drops what is kept: it belongs to other weights."""
     for h in held:
-        if h.memory is not None:
-            h.memory.clear()
+        if h.weight is not None:
+            h.weight.memory.clear()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.dcp import ranks_lost
 from autopar.runtime.ranks.failure import Watch
 
@@ -78,3 +81,16 @@ class Saving:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+
+
+@contextmanager
+def taking(what: str) -> Iterator[None]:
+    """Returns a context that raises CheckpointError for any error of loading a state."""
+    try:
+        yield
+    except Exception as error:  # user code may raise anything
+        raise CheckpointError(
+            f"{what} does not accept its state",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass one of the kind that was saved",
+        ) from error

@@ -10,7 +10,7 @@ previous one leaves meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ class HostState:
         averages: averages by the parameter's id; {} without.
         device: device of the update.
         masters: ids of parameters that are also in host memory.
+        wholes: what the optimizer updates in place of a parameter, by its id; see
+            `autopar/runtime/update/owners.py`.
 
     Attributes:
         masters: values of these by id, wherever they are.
@@ -48,8 +50,10 @@ class HostState:
         averages: MutableMapping[int, Tensor],
         device: torch.device,
         masters: Collection[int] = (),
+        wholes: Mapping[int, nn.Parameter] | None = None,
     ) -> None:
         self._optimizer, self._averages = optimizer, averages
+        self._wholes = dict(wholes or {})
         self._host = Host(device)
         self._rows = [list(row) for row in rows]
         self._puts: dict[tuple[int, Any], Put] = {}
@@ -62,11 +66,14 @@ class HostState:
             for put in self._go(row):
                 self._host.gone(put)
 
-    def step(self, updated: Callable[[Sequence[nn.Parameter]], None]) -> None:
+    def step(
+        self, updated: Callable[[Sequence[nn.Parameter]], None], step: Callable[[], None]
+    ) -> None:
         """Makes one step of the optimizer.
 
         Args:
             updated: called with parameters once they are updated.
+            step: makes a step of the parameters that have gradients.
         """
         gradients = [[parameter.grad for parameter in row] for row in self._rows]
         for row in self._rows:
@@ -80,7 +87,7 @@ class HostState:
                 coming = self._come(number + 1) if self._host.beside else []
                 self._fill(row)
                 _give(row, gradients[number])
-                self._optimizer.step()
+                step()
                 updated(row)
                 _give(row, [None] * len(row))
                 self._empty(row)
@@ -97,7 +104,8 @@ class HostState:
     def _slots(self, row: Sequence[nn.Parameter]) -> Iterator[Slot]:
         """Yields the places of some parameters' state; single numbers are not moved."""
         for parameter in row:
-            state = self._optimizer.state.get(parameter, {})
+            own = self._wholes.get(id(parameter), parameter)
+            state = self._optimizer.state.get(own, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     yield state, key

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.ir.action import ALL, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
+from autopar.ir.action import ALL, COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import ahead, at_period, in_update, versions
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
-from autopar.runtime.pipeline.under_way import Get, Put
+from autopar.runtime.pipeline.tied_copies import Copies
+from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 from autopar.runtime.pipeline.versions import Versions
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Waiting
 from autopar.runtime.step_parts import WAIT
 from autopar.runtime.update.update import Update
 
@@ -65,7 +66,7 @@ class Continuous:
         row: which is this rank's.
         interpreter: does what computes and sends.
         update: of this rank's parameters.
-        everyone: all ranks; None for one alone.
+        copies: parameters that several stages hold.
         differences: says how ranks differ.
 
     Attributes:
@@ -82,12 +83,12 @@ class Continuous:
         row: Row,
         interpreter: Interpreter,
         update: Update,
-        everyone: Channel | None,
+        copies: Copies,
         differences: Callable[[], AutoparError],
     ) -> None:
         self._stages, self._row, self._size = stages, row, placement.microbatches
         self._interpreter, self._update = interpreter, update
-        self._everyone, self._differences = everyone, differences
+        self._copies, self._everyone, self._differences = copies, copies.everyone, differences
         self._recorder = interpreter.recorder
         self._taken = in_update([row])
         self._updates = sum(action.kind == UPDATE for action in row) // len(stages)
@@ -110,6 +111,8 @@ class Continuous:
         self.grad_norm: Tensor | None = None
         self.waited = 0.0
         self._placement = placement
+        self._later = _later(row, self._size)
+        self._aside: dict[tuple[int, int], list[Tensor | None]] = {}  # by stage and microbatch
         self._early: set[Action] = set()  # receives that were posted for a checkpoint
 
     def _weights_for(self, own: Versions) -> Callable[[Action], AbstractContextManager[None]]:
@@ -177,15 +180,37 @@ class Continuous:
                 for weight in gradients.weights.values():
                     gradients.leave(weight)
             self._interpreter.do(action)
+        elif action.kind == SYNC and action.over == COPIES:
+            with self._taken_aside(stage, action.microbatch):
+                self._copies.add_up(action.names)
         elif action.kind == SYNC and gradients is not None:
             gradients.collect()
+            if (action.stage, action.copy, action.microbatch % self._size) in self._later:
+                self._aside[action.stage, action.microbatch] = stage.weights.gradients
+                for tensor in stage.weights.updated:
+                    tensor.grad = None
         elif action.kind == SYNC_BEGIN:
             self._sums[action[1:3]] = Sums.begin(stage)
         elif action.kind == SYNC_AWAIT:
             with self._waiting(f"{action} waits for its sums"):
                 self._sums.pop(action[1:3]).arrive()
         elif action.kind == UPDATE:
-            self._updated(stage)
+            with self._taken_aside(stage, action.microbatch):
+                self._updated(stage)
+            self._aside.pop((action.stage, action.microbatch), None)
+
+    @contextmanager
+    def _taken_aside(self, stage: Stage, microbatch: int) -> Iterator[None]:
+        """Inside, parameters have the gradients up to a microbatch; later ones come back then."""
+        key = stage.number, microbatch
+        if key not in self._aside:
+            yield
+            return
+        later = stage.weights.gradients
+        _give(stage, self._aside[key])
+        yield
+        self._aside[key] = stage.weights.gradients
+        _give(stage, later)
 
     @contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
@@ -200,7 +225,8 @@ class Continuous:
         key, update = (stage.number, stage.copy), self._update
         norm = None
         if update.check.wanted or update.training.clip_norm is not None:
-            own = stage.state.squares(stage.weights.gradients, add=update.squares)
+            elsewhere = self._copies.counted_elsewhere(stage)
+            own = stage.state.squares(stage.weights.gradients, elsewhere, update.squares)
             self._squares[key] = own
             self._broken |= not bool(own.isfinite())
             if update.training.clip_norm is not None:
@@ -257,6 +283,7 @@ class Continuous:
         """Begin with an empty pipeline."""
         self._period = 0
         self._early.clear()
+        self._aside.clear()
         for own in self.versions.values():
             own.restart()
 
@@ -287,6 +314,7 @@ class Continuous:
                 key: [self.versions[key].saved(put), stage.saved(put)]
                 for key, stage in self._stages.items()
             },
+            "aside": {key: put_all(own, put) for key, own in self._aside.items()},
             "sums": {
                 key: sums.saved(self._stages[key[0], 0], put) for key, sums in self._sums.items()
             },
@@ -303,6 +331,7 @@ class Continuous:
         self._interpreter.post.resume(saved["letters"], get)
         self._early = set(map(Action.parse, saved["early"]))
         self._reports = deque(_Report(get(numbers), None) for numbers in saved["reports"])
+        self._aside = {key: get_all(own, get) for key, own in saved["aside"].items()}
         self._sums = {
             key: Sums.resume(self._stages[key[0], 0], sums, get)
             for key, sums in saved["sums"].items()
@@ -352,3 +381,19 @@ def _norm(stage: Stage, squares: Tensor) -> Tensor:
     replicas = math.prod(mesh.axis_size(axis) for axis in mesh.names if axis not in split)
     total = squares * replicas
     return (stage.runtime.group(axes).reduce(total) if axes else total).sqrt()
+
+
+def _give(stage: Stage, gradients: Sequence[Tensor | None]) -> None:
+    """Gives a stage's parameters these gradients."""
+    for tensor, gradient in zip(stage.weights.updated, gradients, strict=True):
+        tensor.grad = gradient
+
+
+def _later(row: Row, size: int) -> frozenset[tuple[int, int, int]]:
+    """Stage, copy and microbatch in the period of sums whose update does not follow at once."""
+    own = [action for action in row if action.over != COPIES]
+    return frozenset(
+        (action.stage, action.copy, action.microbatch % size)
+        for action, after in zip(own, (*own[1:], None), strict=True)
+        if action.kind == SYNC and (after is None or after != action._replace(kind=UPDATE))
+    )

@@ -139,7 +139,7 @@ class Pipeline(PipelineState):
         self._written = [
             stage.named[key] for stage in self.stages.values() for key in stage.module.written
         ]
-        self.copies = Copies(self.everywhere, self.rank, self.wires, device)
+        self.copies = Copies(self.everywhere, self.rank, self.wires, device, self.everyone)
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(peers.ranks)
         self.watch.start()
@@ -154,7 +154,7 @@ class Pipeline(PipelineState):
                 self._intake.compared = 1
             self._interpreter = self._played(self.main.post(), [])
             self.continuous = Continuous(
-                self.stages, placement, self.row, self._interpreter, self.update, self.everyone,
+                self.stages, placement, self.row, self._interpreter, self.update, self.copies,
                 self._intake.differences,
             )  # fmt: skip
 

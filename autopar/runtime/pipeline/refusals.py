@@ -40,11 +40,19 @@ def refuse_what_cannot_stream(
     """
     for name, holders in tied.items():
         stages = " and ".join(str(stage) for stage, _ in sorted(holders))
-        _refuse(
-            f"the parameter {name!r} is held by the stages {stages}",
-            "they update it at different times, and its copies would part",
-            "untie it, or cut the model so that one stage holds it",
-        )
+        added = {a.stage for row in placement.rows for a in row if name in a.names}
+        if {stage for stage, _ in holders} != added:
+            _refuse(
+                f"the parameter {name!r}, which is held by the stages {stages}",
+                "its rows do not add up the gradients of its copies, which would part",
+                "plan again, untie it, or cut the model so that one stage holds it",
+            )
+        if training.clip_norm is not None:
+            _refuse(
+                f"clip_norm beside the parameter {name!r}, which is held by the stages {stages}",
+                "each stage scales its gradients by a norm of its own, and its copies would part",
+                "leave clip_norm out, untie it, or cut the model so that one stage holds it",
+            )
     for held in {frozenset((a.stage, a.copy) for a in row) for row in placement.rows}:
         if len(held) > 1:
             _refuse(

@@ -17,6 +17,7 @@ from autopar.ir.tensor import TensorType
 from autopar.runtime.parameters.pieces import Parameter
 from autopar.runtime.pipeline.messages import TAGS, Letter, Post, Way, Wires
 from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.ranks.channel import Channel
 
 Key = tuple[int, int]  # stage, copy
 
@@ -29,6 +30,7 @@ class Copies:
         rank: this process's global rank.
         wires: what messages go through.
         device: where this process computes.
+        everyone: all ranks; None for one alone.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Copies:
         rank: int,
         wires: Wires | None,
         device: torch.device,
+        everyone: Channel | None = None,
     ) -> None:
         self.stages, self.rank, self.wires, self.device = stages, rank, wires, device
+        self.everyone = everyone
         holders: dict[str, dict[Key, Parameter]] = {}
         for key, stage in stages.items():
             for parameter in stage.state.parameters:

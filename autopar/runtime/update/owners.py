@@ -9,7 +9,7 @@ the shapes alone (`autopar.ir.update.deal`), so that ranks agree without a messa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -257,17 +257,6 @@ class Owners:
     @property
     def _device(self) -> torch.device:
         return next(iter(self.items.values())).weight.held.device
-
-
-def refuse_whole_states(wholes: Mapping[int, nn.Parameter], update: Update) -> None:
-    """Raises ProgramError if states of whole parameters would have to lie in host memory."""
-    if wholes:
-        raise ProgramError(
-            f"the state of {update.optimizer} cannot lie in host memory",
-            why="it mixes the elements of a tensor, and owners keep the states of whole parameters "
-            "that are split",
-            todo='leave offload="optimizer" out, or pass state="ddp"',
-        )
 
 
 def whole_parameters(owners: Sequence[Owners]) -> dict[int, nn.Parameter]:

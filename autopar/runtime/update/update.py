@@ -19,7 +19,6 @@ from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, refuse_what_steps_break
 from autopar.runtime.update.owners import (
     Owners,
-    refuse_whole_states,
     step_whole,
     whole_parameters,
     with_owners,
@@ -144,9 +143,8 @@ class Update:
         self._weights = weights
         if bucket is not None:
             masters = {id(w.updated) for each in weights for w in each.all if w.has_master}
-            refuse_whole_states(wholes, rules)
             self.away = HostState(
-                self.optimizer, buckets(weights, bucket), self.averages, device, masters
+                self.optimizer, buckets(weights, bucket), self.averages, device, masters, wholes
             )
             self.written = frozenset(masters)
             for each in weights:
@@ -264,7 +262,7 @@ class Update:
             if bound is not None:
                 clip(gradients, norm, bound)
             if self.away is not None:
-                self.away.step(self._come)
+                self.away.step(self._come, lambda: step_whole(self.optimizer, self.owners))
             else:
                 step_whole(self.optimizer, self.owners)
                 self._averaged(self._trained)

@@ -1,0 +1,50 @@
+"""Tokens of a mixture travel to their experts in one hop, over all axes that split both.
+
+There are fewer calls than with a hop for each axis, but a token crosses the outer axes once for
+each device there, not once for each node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.graph import Arg, Node
+from autopar.operators.dispatch import dispatch_messages
+from autopar.operators.expert_load import LOAD
+from autopar.operators.form import Calls, Form, Kwargs, Layouts, Part, Types
+from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes, factors
+
+
+def _run(mesh: Any, *operands: Any, **how: Any) -> Tensor:
+    """A mixture whose tokens take one hop."""
+    result: Tensor = mesh.mixture(*operands, **how)
+    return result
+
+
+def _write(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...], Kwargs]:
+    up = by_name(node, range(len(types)))["up"]
+    kept = tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+    axes = operands[up].dims[0]
+    own: Kwargs = (
+        ("axis", axes), ("size", types[up].shape[0]), ("over", dispatch_axes(node, operands)),
+    )  # fmt: skip
+    return node.args, (*kept, *own)
+
+
+def _sends(part: Part) -> Calls:
+    return dispatch_messages(part, (dispatch_axes(part.node, part.operands),))
+
+
+FORM = Form(
+    "dispatch direct",
+    MIXTURE,
+    lambda node, types: factors(node),
+    lambda part: len(dispatch_axes(part.node, part.operands)) > 1,
+    "mixture_direct",
+    _run,
+    _write,
+    _sends,
+    together="e ...",
+)
