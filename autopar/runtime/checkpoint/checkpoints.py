@@ -285,7 +285,8 @@ class Checkpoints:
         for state in states:
             state.give()
         if self.holder.apart is not None:
-            self.holder.apart.take(decode(index.details.get("outer")))
+            with taking("the rounds"):
+                self.holder.apart.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
             with taking("what was under way"):
