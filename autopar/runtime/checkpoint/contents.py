@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from autopar.runtime.checkpoint.values import DTYPES, decode, encode
 from autopar.runtime.communication.compressed import Memory
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weights
-from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.owners import Dealt
 from autopar.runtime.update.update import Update
 
@@ -103,64 +102,6 @@ class Held:
     def _box(self, layout: Layout) -> Box:
         comm, piece = self.state.comm, self.parameter.piece
         return box_of(layout, self.parameter.shape, comm.mesh, comm.coordinate, piece)
-
-
-class Apart(Protocol):
-    """The state of replicas that train apart, beside that of one program."""
-
-    def saved(self, own: Sequence[Part]) -> list[Part]:
-        """Returns what this rank saves, given its replica's parts; all ranks call it."""
-
-    def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
-        """Returns what this rank reads, given what its replica's program wants."""
-
-    def details(self) -> dict[str, Any]:
-        """Returns values that are alike on all ranks."""
-
-    def take(self, details: Any) -> None:
-        """Goes on from saved details, or begins anew without any that fit."""
-
-
-class Holder(Protocol):
-    """A program on this rank."""
-
-    @property
-    def update(self) -> Update:
-        """The update of its parameters."""
-
-    @property
-    def watch(self) -> Watch:
-        """Stops this rank if another fails."""
-
-    @property
-    def apart(self) -> Apart | None:
-        """The state of independent replicas; None without any."""
-
-    loaded: bool
-
-    @property
-    def held(self) -> Sequence[Held]:
-        """Everything that this rank stores."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes of the state of all ranks, by name."""
-
-    @property
-    def streams(self) -> str:
-        """A fingerprint of a program that has work under way between two steps, else ""."""
-
-    def drain(self) -> None:
-        """Ends what is under way."""
-
-    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
-        """What is under way: a record of bytes, and tensors; None for nothing."""
-
-    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Goes on with what was under way in a program of the same fingerprint."""
-
-    def refresh(self) -> None:
-        """Rounds stored parameters again from their masters."""
 
 
 def held_of(
