@@ -216,7 +216,7 @@ def compile(
     Peers.here().dumps.configure(Dump.read(dump))
     trained, how = training(model, optimizer, options), running(options)
     compiler = Compiler(devices, asked, plan, outer_of(options, plan))
-    if how.cuda_graph and compiler.is_pipeline:
+    if how.cuda_graph and compiler.has_stages:
         refuse_graphs_of_stages()
     cost_model(devices, asked)  # refuses bad options before the model is captured
     session = Session(model, devices, trained, how, compiler)

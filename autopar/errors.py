@@ -1,6 +1,6 @@
-"""Every error a user can meet, by name: what happened, where, why, and what to do next.
+"""All errors that users can meet: what happened, where, why, and what to do next.
 
-Each class carries the same four sentences, so that a message always reads the same way:
+Every class has the same four parts, so that all messages read alike:
 
 >>> print(MeshError("mesh has 8 devices", why="the process group has 4 ranks",
 ...                 todo="start 8 processes or write a mesh of 4"))
@@ -15,7 +15,7 @@ _LONGEST = 4000  # characters of a part of an error
 
 
 class AutoparError(Exception):
-    """Base of all errors raised on purpose; `str()` gives the whole message.
+    """Base of all errors that autopar raises on purpose; `str()` gives the whole message.
 
     Args:
         what: one sentence, what happened.
@@ -36,13 +36,13 @@ class AutoparError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process borders (multiprocessing), keywords included."""
+        """Pickles an error with its keywords, to send it to another process."""
         keywords = {"where": self.where, "why": self.why, "todo": self.todo}
         return (_rebuild, (type(self), self.what, keywords))
 
 
 def _short(text: str) -> str:
-    """A text whose middle is left out where it quotes too much of what came from outside."""
+    """Shortens a long text by its middle."""
     if len(text) <= _LONGEST:
         return text
     half = _LONGEST // 2
@@ -50,7 +50,7 @@ def _short(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text of several lines without characters that steer a terminal or are none (surrogates)."""
+    """Escapes control characters and surrogates in a text of several lines."""
     return "".join(
         sign if sign.isprintable() or sign in "\n\t" else sign.encode("unicode_escape").decode()
         for sign in text
@@ -62,7 +62,7 @@ def _rebuild(kind: type[AutoparError], what: str, keywords: dict[str, str]) -> A
 
 
 class MeshError(AutoparError):
-    """A mesh that cannot be read, or does not fit the processes that are there.
+    """A mesh that cannot be parsed, or does not fit the processes.
 
     >>> raise MeshError("cannot read mesh 'gpu:4'", todo='write it as "H100: node=2, gpu=4"')
     Traceback (most recent call last):
@@ -87,7 +87,7 @@ class UnknownDeviceError(MeshError):
 
 
 class LayoutError(AutoparError):
-    """A layout that cannot be read, or does not fit its tensor or mesh.
+    """A layout that cannot be parsed, or does not fit its tensor or mesh.
 
     >>> from autopar.ir.tensor import Layout
     >>> Layout.parse("[8@data, 64@data]")
@@ -98,7 +98,7 @@ class LayoutError(AutoparError):
 
 
 class GraphError(AutoparError):
-    """A graph whose text cannot be read or that breaks an invariant of the IR.
+    """A graph whose text cannot be parsed, or that violates an invariant of the IR.
 
     >>> from autopar.ir.graph_text import parse_graph
     >>> parse_graph("%y = aten.relu(%x) : f32[8]")
@@ -124,7 +124,7 @@ class CaptureError(AutoparError):
 
 
 class AssumptionError(AutoparError):
-    """A batch for which the model would have raised, or taken another branch than was captured.
+    """A batch for which the model would raise, or take another branch than the captured one.
 
     >>> raise AssumptionError("a batch takes another branch than the one that was captured",
     ...                       where="train.py:12  if x.sum() > 0:",
@@ -137,7 +137,7 @@ class AssumptionError(AutoparError):
 
 
 class AnnotationError(AutoparError):
-    """An `autopar.shard` that cannot be obeyed; names the user's line.
+    """An `autopar.shard` that cannot be satisfied; names the user's line.
 
     >>> raise AnnotationError("autopar.shard names an axis that the mesh does not have",
     ...                       where="train.py:9  x = autopar.shard(x, '[8@gpus, 64]')",
@@ -151,7 +151,7 @@ class AnnotationError(AutoparError):
 
 
 class UnknownOperatorError(AutoparError):
-    """An operator without a sharding rule, where `unknown_ops="error"` refuses it.
+    """An operator without a sharding rule, under `unknown_ops="error"`.
 
     >>> raise UnknownOperatorError("mylib.mystery has no sharding rule",
     ...                            where="train.py:9  y = mystery(x)",
@@ -164,7 +164,7 @@ class UnknownOperatorError(AutoparError):
 
 
 class RuleError(AutoparError):
-    """A sharding rule that cannot be read, or two rules for one operator.
+    """A sharding rule that cannot be parsed, or two rules for one operator.
 
     >>> from autopar.intra_op.rule import OpRule, collect
     >>> relu = OpRule("aten.relu", "... -> ...", "f32[4, 6]")
@@ -216,7 +216,7 @@ class CostError(AutoparError):
 
 
 class CollectiveError(AutoparError):
-    """A collective's program that is damaged, computes something else, or cannot end.
+    """A collective's program that is malformed, computes a wrong result, or cannot end.
 
     >>> from autopar.cost.programs.collective_program import CollectiveProgram
     >>> CollectiveProgram.parse("nonsense")
@@ -227,7 +227,7 @@ class CollectiveError(AutoparError):
 
 
 class CalibrationError(CostError):
-    """A calibration that cannot be read, is nonsense, or was measured on another machine.
+    """A calibration that cannot be read, is invalid, or was measured on another machine.
 
     >>> from autopar.cost.calibration import Calibration
     >>> Calibration.load("none.json")
@@ -239,7 +239,7 @@ class CalibrationError(CostError):
 
 
 class PlanError(AutoparError):
-    """A plan file that is damaged, not a plan, or names layouts that are not legal.
+    """A file that is damaged, is not a plan, or has layouts that the rules do not allow.
 
     >>> from autopar.ir.recompute import Recompute
     >>> Recompute("sometimes", 3)
@@ -251,7 +251,7 @@ class PlanError(AutoparError):
 
 
 class PinError(PlanError):
-    """A pin that fits nothing or contradicts another, or a plan by name that does not apply.
+    """A pin that fits nothing or contradicts another, or a published plan that does not apply.
 
     >>> import autopar, torch
     >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
@@ -278,7 +278,7 @@ class PlanMismatchError(PlanError):
 
 
 class BatchError(AutoparError):
-    """A batch that does not fit the shapes that were captured, or differs between ranks.
+    """A batch that does not fit the captured shapes, or differs between ranks.
 
     >>> raise BatchError("the batch does not fit what was captured", where="input_ids",
     ...                  why="it is i64[4, 512], captured was i64[8, 512]",
@@ -305,7 +305,7 @@ class StateError(AutoparError):
 
 
 class CheckpointError(StateError):
-    """A checkpoint that cannot be written, is not whole, or is another model's.
+    """A checkpoint that cannot be written, is incomplete, or is another model's.
 
     >>> import autopar
     >>> autopar.load_checkpoint("none")
@@ -316,7 +316,7 @@ class CheckpointError(StateError):
 
 
 class RanksDifferError(AutoparError):
-    """Ranks that were not called alike; names the rank, the argument and both values.
+    """Ranks with different arguments; names the rank, the argument and both values.
 
     >>> raise RanksDifferError("the ranks differ in clip_norm", where="rank 2",
     ...                        why="rank 0 has 1.0, rank 2 has 0.5",
@@ -344,7 +344,7 @@ class NonFiniteError(AutoparError):
 
 
 class RankFailedError(AutoparError):
-    """Another rank failed in a step; carries that rank's own error.
+    """Another rank failed in a step; contains that rank's own error.
 
     >>> raise RankFailedError("rank 3 failed: ValueError: no such weight", where="step 812",
     ...                       todo="look at the error of rank 3; this one has only waited for it")
@@ -356,7 +356,7 @@ class RankFailedError(AutoparError):
 
 
 class DumpError(AutoparError):
-    """A dump of what ranks did last that cannot be written or read.
+    """A dump of the ranks' last calls that cannot be written or read.
 
     >>> raise DumpError("cannot write the dump", where="/dumps/rank_0.json",
     ...                 why="No space left on device", todo="name another folder in dump=")
@@ -369,7 +369,7 @@ class DumpError(AutoparError):
 
 
 class PrecisionError(AutoparError):
-    """A precision that is none, or that the device cannot compute in.
+    """A precision that does not exist, or that the device does not support.
 
     >>> from autopar.ir.precision import Precision
     >>> Precision.read("f8")
@@ -415,7 +415,7 @@ class SimulationError(AutoparError):
 
 
 class ScheduleError(AutoparError):
-    """A pipeline schedule that its sizes do not allow, or one that is not whole or not readable.
+    """A pipeline schedule that does not exist for its sizes, is incomplete, or cannot be parsed.
 
     >>> from autopar.inter_op.schedules import schedule
     >>> schedule("1f2b", 4, 8)

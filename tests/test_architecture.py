@@ -1,4 +1,4 @@
-"""Enforces the architecture: sizes of files, functions and folders, names, cycles, private torch."""
+"""Enforces the architecture: sizes of files, functions and folders, names, cycles, imports."""
 
 from __future__ import annotations
 

@@ -65,35 +65,35 @@ def command(
     plans = a, b = Plan.load(first), Plan.load(second)
     if a.is_pipeline or b.is_pipeline:
         ctx.exit(0 if _pipelines(a, b, everything, as_json) else 1)
-    found, note = replace(difference(a.stage, b.stage), head=heads(a, b)), ""
+    compared, note = replace(difference(a.stage, b.stage), head=heads(a, b)), ""
     with stages(quiet=as_json) as stage:
         stage("capture")
-        if not (found.equal or plain):
-            found, note = _in_full(plans, found, model, known, calibration)
+        if not (compared.equal or plain):
+            compared, note = _in_full(plans, compared, model, known, calibration)
     if as_json:
-        print_json({"equal": found.equal, **asdict(found), "note": note})
-    elif not found.equal:
-        for part in render_difference(found, ("A", "B"), everything=everything):
+        print_json({"equal": compared.equal, **asdict(compared), "note": note})
+    elif not compared.equal:
+        for part in render_difference(compared, ("A", "B"), everything=everything):
             print_out(part, "")
         if note:
             say(note, err=True)
-    ctx.exit(0 if found.equal else 1)
+    ctx.exit(0 if compared.equal else 1)
 
 
 def _pipelines(a: Plan, b: Plan, everything: bool, as_json: bool) -> bool:
     """Prints the difference of two plans, at least one a pipeline; returns whether they agree."""
-    found = plan_difference(a, b)
+    compared = plan_difference(a, b)
     if as_json:
-        print_json({"equal": found.equal, **asdict(found)})
-    elif not found.equal:
-        for part in render_plan_difference(found, ("A", "B"), everything=everything):
+        print_json({"equal": compared.equal, **asdict(compared)})
+    elif not compared.equal:
+        for part in render_plan_difference(compared, ("A", "B"), everything=everything):
             print_out(part, "")
-    return found.equal
+    return compared.equal
 
 
 def _in_full(
     plans: tuple[Plan, Plan],
-    found: Difference,
+    compared: Difference,
     model: str | None,
     known: dict[str, OpRule],
     calibration: Path | None,
@@ -110,22 +110,25 @@ def _in_full(
         source = model or plan.model.source
         if not (model or is_data(source)):
             if not source:
-                return found, f"{_LAYOUTS_ONLY} a plan names no model"
-            return found, f"{_LAYOUTS_ONLY} {source!r} is run only if --model names it"
+                return compared, f"{_LAYOUTS_ONLY} a plan names no model"
+            return compared, f"{_LAYOUTS_ONLY} {source!r} is run only if --model names it"
         wanted = replace(plan.model, source=source)
         try:
             options = Options.like(plan.stage, table=known)
             graph = capture_model(wanted, options, Trace(None))
         except AutoparError as error:
-            return found, f"{_LAYOUTS_ONLY} of an error: {error}"
+            return compared, f"{_LAYOUTS_ONLY} of an error: {error}"
         if fingerprint(graph) != plan.graph:
-            return found, f"{_LAYOUTS_ONLY} {source} is now {fingerprint(graph)}, not {plan.graph}"
+            return (
+                compared,
+                f"{_LAYOUTS_ONLY} {source} is now {fingerprint(graph)}, not {plan.graph}",
+            )
         graphs[plan.graph] = graph
     a, b = plans
     one, other = a.stage, b.stage
     by = (prices(one, calibration).collective, prices(other, calibration).collective)
     try:
         full = difference(one, other, (graphs[a.graph], graphs[b.graph]), by)
-        return replace(full, head=found.head), ""
+        return replace(full, head=compared.head), ""
     except AutoparError as error:
-        return found, f"{_LAYOUTS_ONLY} of an error: {error}"
+        return compared, f"{_LAYOUTS_ONLY} of an error: {error}"

@@ -31,12 +31,12 @@ def command(folder: Path, as_json: bool) -> None:
     autopar doctor /tmp/autopar-1f2e3d4c5b6a
     """
     records, damaged = read(folder)
-    found = diagnose(records)
+    diagnosis = diagnose(records)
     if as_json:
-        print_json(_json(records, damaged, found))
+        print_json(_json(records, damaged, diagnosis))
         return
     print_out(_table(records), "")
-    for line in conclusions(records, found):
+    for line in conclusions(records, diagnosis):
         print_out(Text(line))
     for error in damaged:
         print_out(Text(f"{error.where} cannot be read: {error.why}", style="yellow"))
@@ -75,44 +75,45 @@ def read(folder: Path) -> tuple[dict[int, Record], list[DumpError]]:
     return records, damaged
 
 
-def conclusions(records: dict[int, Record], found: Diagnosis) -> list[str]:
+def conclusions(records: dict[int, Record], diagnosis: Diagnosis) -> list[str]:
     """Returns the conclusions from all records, one sentence each.
 
     Args:
         records: by rank.
-        found: their diagnosis.
+        diagnosis: of these records.
     """
     lines = []
-    if found.missing:
+    if diagnosis.missing:
         lines.append(
-            f"{_ranks(found.missing).capitalize()} left no dump: killed, stopped or on another "
+            f"{_ranks(diagnosis.missing).capitalize()} left no dump: killed, stopped or on another "
             "machine."
         )
-    for rank in found.behind[:_MOST]:
+    for rank in diagnosis.behind[:_MOST]:
         record = records.get(rank)
         state = "it left no dump" if record is None else record.describe()
         lines.append(f"Rank {rank} is behind: others wait for it; {state}.")
-    if found.waits and not found.behind:
-        waiting = [wait.rank for wait in found.waits]
+    if diagnosis.waits and not diagnosis.behind:
+        waiting = [wait.rank for wait in diagnosis.waits]
         lines.append(f"{_ranks(waiting).capitalize()} wait for one another.")
-    for wait in found.waits[:_MOST]:
+    for wait in diagnosis.waits[:_MOST]:
         lines.append(
             f"Rank {wait.rank} waits for {_ranks(wait.absent)} in {_call(wait.entry)}, call "
             f"{wait.entry.number} of channel {wait.entry.channel}."
         )
-    if found.disagreement is not None:
-        lines.append(_disagreement(found.disagreement))
+    if diagnosis.disagreement is not None:
+        lines.append(_disagreement(diagnosis.disagreement))
     if not lines:
         lines.append("No rank waits for another, and all calls agree.")
     reasons = {r: record.reason for r, record in sorted(records.items()) if record.reason}
     return lines + [f"Rank {rank}: {reason}" for rank, reason in list(reasons.items())[:_MOST]]
 
 
-def _disagreement(found: Disagreement) -> str:
+def _disagreement(differing: Disagreement) -> str:
     calls = "; ".join(
-        f"rank {rank} calls {_call(entry)}" for rank, entry in list(found.entries.items())[:_MOST]
+        f"rank {rank} calls {_call(entry)}"
+        for rank, entry in list(differing.entries.items())[:_MOST]
     )
-    return f"Call {found.number} of channel {found.channel} differs between ranks: {calls}."
+    return f"Call {differing.number} of channel {differing.channel} differs between ranks: {calls}."
 
 
 def _call(entry: Entry) -> str:
@@ -146,10 +147,12 @@ def _table(records: dict[int, Record]) -> Table:
     return table
 
 
-def _json(records: dict[int, Record], damaged: list[DumpError], found: Diagnosis) -> dict[str, Any]:
+def _json(
+    records: dict[int, Record], damaged: list[DumpError], diagnosis: Diagnosis
+) -> dict[str, Any]:
     return {
-        **asdict(found),
-        "conclusions": conclusions(records, found),
+        **asdict(diagnosis),
+        "conclusions": conclusions(records, diagnosis),
         "ranks": {
             rank: {"at": record.at, "doing": record.describe(), "reason": record.reason}
             for rank, record in sorted(records.items())

@@ -11,17 +11,17 @@ from autopar.plan import Plan
 from autopar.planning.pipelines.search import Searched
 
 
-def render(found: Searched, plan: Plan) -> list[RenderableType]:
+def render(searched: Searched, plan: Plan) -> list[RenderableType]:
     """Renders the stages and the runners-up.
 
     Args:
-        found: the result of the search, whose figures stages and runners-up show.
+        searched: the result of the search, whose figures stages and runners-up show.
         plan: the plan of the fastest pipeline, with simulated figures.
 
     Returns:
         Tables and lines of text.
     """
-    best = found.pipeline
+    best = searched.pipeline
     stages = Table(box=None, header_style="bold", title_justify="left")
     for name in ("stage", "devices", "layers", "mesh", "a microbatch", "memory"):
         stages.add_column(name)
@@ -42,11 +42,17 @@ def render(found: Searched, plan: Plan) -> list[RenderableType]:
     others = Table(box=None, header_style="bold")
     for name in ("runner-up", "microbatches", "stages", "a step", "slower by"):
         others.add_column(name)
-    for other, seconds in found.others[:5]:
-        others.add_row(*_row(other), format_seconds(seconds), f"{seconds / found.seconds - 1:.1%}")
-    proved = 0 < found.found.gap < 1
-    gap = f"within {found.found.gap:.1%} of the optimum of the closed forms" if proved else ""
-    tail = f"{found.found.calls} stages priced{', ' if gap else ''}{gap}"
+    for other, seconds in searched.others[:5]:
+        others.add_row(
+            *_row(other), format_seconds(seconds), f"{seconds / searched.seconds - 1:.1%}"
+        )
+    proved = 0 < searched.closed_form.gap < 1
+    gap = (
+        f"within {searched.closed_form.gap:.1%} of the optimum of the closed forms"
+        if proved
+        else ""
+    )
+    tail = f"{searched.closed_form.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
 
 
@@ -61,9 +67,9 @@ def _row(one: Pipeline) -> tuple[str, str, str]:
     return one.schedule, str(one.microbatches), str(len(one.stages))
 
 
-def to_json(found: Searched, plan: Plan) -> dict[str, object]:
+def to_json(searched: Searched, plan: Plan) -> dict[str, object]:
     """Returns the content of `render` as a dictionary for JSON."""
-    best = found.pipeline
+    best = searched.pipeline
     return {
         "graph": plan.graph,
         "mesh": str(plan.mesh),
@@ -71,7 +77,7 @@ def to_json(found: Searched, plan: Plan) -> dict[str, object]:
         "schedule": best.schedule,
         "microbatches": best.microbatches,
         "predicted": plan.predicted.figures(),
-        "searched_seconds": found.seconds,
+        "searched_seconds": searched.seconds,
         "stages": [
             {
                 "devices": str(one.submesh),
@@ -91,8 +97,8 @@ def to_json(found: Searched, plan: Plan) -> dict[str, object]:
                 "stages": len(one.stages),
                 "step_seconds": seconds,
             }
-            for one, seconds in found.others
+            for one, seconds in searched.others
         ],
-        "priced": found.found.calls,
-        "gap": found.found.gap if found.found.bound else None,
+        "priced": searched.closed_form.calls,
+        "gap": searched.closed_form.gap if searched.closed_form.bound else None,
     }

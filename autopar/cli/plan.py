@@ -282,12 +282,12 @@ def _pipeline(
     model = model_of_any_size(spec, options)
     with stages(quiet=as_json) as stage:
         tracer = Stages(None if options.trace is None else Path(options.trace), stage)
-        found, plan = plan_pipeline(model, batch, mesh, options, tracer, stage)
+        searched, plan = plan_pipeline(model, batch, mesh, options, tracer, stage)
     plan = replace(plan, model=replace(spec, batch=batch))
     if as_json:
-        print_json(to_json(found, plan))
+        print_json(to_json(searched, plan))
     else:
-        print_out(*render(found, plan))
+        print_out(*render(searched, plan))
     if output is not None:
         plan.save(output)
         say(f"written to {output}", err=True)

@@ -158,57 +158,59 @@ def command(
         _draw(chosen, timeline, wanted, rows)
 
 
-def _costs(made: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float]]:
+def _costs(built: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float]]:
     """Returns the costs of equal stages that add up to one model, and of transfers between them."""
-    part = made.ranks / made.stages
+    part = built.ranks / built.stages
     forward, backward, weight = (seconds * part for seconds in wanted.times)
     cost = StageCost(forward, backward, weight, activation=part)
-    return [cost] * made.stages, [wanted.transfer] * (made.stages - 1)
+    return [cost] * built.stages, [wanted.transfer] * (built.stages - 1)
 
 
-def _simulated(made: Schedule, wanted: _Wanted) -> Timeline:
+def _simulated(built: Schedule, wanted: _Wanted) -> Timeline:
     """Simulates a schedule of equal stages."""
-    return simulate(made, *_costs(made, wanted))
+    return simulate(built, *_costs(built, wanted))
 
 
-def _figures(made: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, Any]:
+def _figures(built: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, Any]:
     """Returns the figures of a schedule in the list; without flushes, those of the steady state."""
     seconds, bubble, joined = timeline.seconds, timeline.bubble, timeline.joined_bubble
-    if not made.flushes:
-        costs, borders = _costs(made, wanted)
-        seconds, bubble = steady(made, complete(made), costs, borders)
+    if not built.flushes:
+        costs, borders = _costs(built, wanted)
+        seconds, bubble = steady(built, complete(built), costs, borders)
         joined = bubble
-    allow = schedules()[made.name].allow
+    allow = schedules()[built.name].allow
     return {
-        "name": made.name,
-        "stages": made.stages,
-        "copies": made.copies,
+        "name": built.name,
+        "stages": built.stages,
+        "copies": built.copies,
         "time": seconds,
         "bubble": bubble,
         "bubble_without_barrier": joined,
-        "published_bubble": None if wanted.transfer else made.bubble(wanted.times),
-        "published_without_barrier": made.joined,
+        "published_bubble": None if wanted.transfer else built.bubble(wanted.times),
+        "published_without_barrier": built.joined,
         "activations": max(timeline.peak_bytes),
-        "splits_backward": made.splits_backward,
-        "flushes": made.flushes,
+        "splits_backward": built.splits_backward,
+        "flushes": built.flushes,
         "allow": allow,
-        "versions": list(made.versions or (1,) * made.stages),
-        "staleness": list(made.staleness or (0,) * made.stages),
+        "versions": list(built.versions or (1,) * built.stages),
+        "staleness": list(built.staleness or (0,) * built.stages),
     }
 
 
-def _json(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> dict[str, Any]:
+def _json(
+    built: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
+) -> dict[str, Any]:
     """Returns a schedule with its figures, rows and timeline for JSON."""
     return {
         "simulated": True,
-        **_figures(made, timeline, wanted),
-        "microbatches": made.microbatches,
-        "placement": made.placement,
-        "rows": [format_row(row) for row in (made.rows if rows is None else rows.rows)],
+        **_figures(built, timeline, wanted),
+        "microbatches": built.microbatches,
+        "placement": built.placement,
+        "rows": [format_row(row) for row in (built.rows if rows is None else rows.rows)],
         "starts": [starts.tolist() for starts in timeline.starts],
         "ends": [ends.tolist() for ends in timeline.ends],
         "idle": timeline.idle,
-        "in_flight": made.in_flight,
+        "in_flight": built.in_flight,
         "peak_activations": timeline.peak_activations,
     }
 
@@ -276,26 +278,26 @@ def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
     return _figures(built, _simulated(built, wanted), wanted), ""
 
 
-def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> None:
+def _draw(built: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> None:
     """Prints a heading, a line for each rank, and the legend."""
     console = Console()
     width = console.width if console.is_terminal else WIDTH
-    label = len(f"rank {made.ranks - 1} ")
+    label = len(f"rank {built.ranks - 1} ")
     lines = gantt(timeline, max(width - label, 1))
     picture = Text("\n").join(
         Text(f"rank {rank}".ljust(label)) + line for rank, line in enumerate(lines)
     )
-    if not made.flushes:
-        figures = _figures(made, timeline, wanted)
-        _draw_streamed(made, figures, picture, timeline, rows)
+    if not built.flushes:
+        figures = _figures(built, timeline, wanted)
+        _draw_streamed(built, figures, picture, timeline, rows)
         return
-    published = made.bubble(wanted.times)
+    published = built.bubble(wanted.times)
     closed = "" if published is None or wanted.transfer else f", published {published:.1%}"
-    if closed and made.joined:
+    if closed and built.joined:
         closed += f" without a barrier between steps (here {timeline.joined_bubble:.1%})"
     most = ", ".join(map(str, timeline.peak_activations))
     print_out(
-        f"{made.name}: {made.stages} stages in {made.ranks} places, {made.microbatches}"
+        f"{built.name}: {built.stages} stages in {built.ranks} places, {built.microbatches}"
         f" microbatches, time {timeline.seconds:.4g}, bubble {timeline.bubble:.1%}{closed};"
         " simulated",
         picture,
@@ -306,12 +308,12 @@ def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
 
 
 def _draw_streamed(
-    made: Schedule, figures: dict[str, Any], picture: Text, timeline: Timeline, rows: Step | None
+    built: Schedule, figures: dict[str, Any], picture: Text, timeline: Timeline, rows: Step | None
 ) -> None:
     """Prints a schedule without flushes; the picture starts at the first microbatch."""
     most = ", ".join(map(str, timeline.peak_activations))
     print_out(
-        f"{made.name}: {made.stages} stages in {made.ranks} places, {made.microbatches}"
+        f"{built.name}: {built.stages} stages in {built.ranks} places, {built.microbatches}"
         f" microbatches a period, time {figures['time']:.4g}, bubble"
         f" {abs(figures['bubble']):.1%} in the steady state; simulated",
         picture,

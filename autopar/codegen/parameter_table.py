@@ -37,8 +37,8 @@ def _gathers(printer: Printer, uses: Sequence[Use]) -> str:
     """Returns the sentence on the calls that gather the parameters of a block."""
     hops: dict[str, list[Hop]] = {}
     for line in uses:
-        found = printer.hops(line.leaf, line.storage)
-        if forward := [hop for hop in found if hop.when == "forward"]:
+        all_hops = printer.hops(line.leaf, line.storage)
+        if forward := [hop for hop in all_hops if hop.when == "forward"]:
             hops[line.target] = forward
     if not hops:
         return ""

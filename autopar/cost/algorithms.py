@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autopar.cost.protocol import PLAIN, SWITCH_LATENCY, Library
+from autopar.cost.protocol import PLAIN, Library
 
 INTRA, INTER = "intra", "inter"
 
@@ -80,17 +80,19 @@ def ring(levels: Levels, shard: float) -> float:
     return (group_size(levels) - 1) * (latency + shard / ring_bandwidth(levels))
 
 
-def channels(levels: Levels, shard: float) -> float:
+def channels(levels: Levels, shard: float, *, copied: bool = True) -> float:
     """Returns the seconds of NCCL's ring, where pipelined chunks pay each link's latency once.
 
     With g nodes, g - 1 of the n - 1 links lead out of a node and the others stay inside: the
-    latencies of ncclTopoTuneModel in NCCL's src/graph/tuning.cc. On one level it equals `ring`.
+    latencies of ncclTopoTuneModel in NCCL's src/graph/tuning.cc. On one level it equals `ring`, but
+    for the copy of a device's own shard, if it is `copied`, where the library was measured.
     """
     seconds, parts = 0.0, 1
     for level in levels:
         seconds += parts * (level.size - 1) * level.latency
         parts *= level.size
-    return seconds + (parts - 1) * shard / ring_bandwidth(levels)
+    own = levels[-1].library.own if copied and parts > 1 else 0.0
+    return seconds + (parts - 1 + own) * shard / ring_bandwidth(levels)
 
 
 def torus(levels: Levels, shard: float) -> float:
@@ -172,7 +174,7 @@ def switch(levels: Levels, nbytes: float) -> float:
     busy = [level for level in levels if level.size > 1]
     if len(busy) != 1 or not busy[0].switch:
         return math.inf
-    return SWITCH_LATENCY + nbytes / busy[0].switch
+    return busy[0].library.switch + nbytes / busy[0].switch
 
 
 def pairwise(levels: Levels, nbytes: float) -> float:
@@ -189,7 +191,8 @@ def pairwise(levels: Levels, nbytes: float) -> float:
         waits += peers * level.latency
         sent = peers / n * nbytes / level.bandwidth
         busy[level.resource] = busy.get(level.resource, 0.0) + sent
-    return waits + max(busy.values(), default=0.0)
+    own = levels[-1].library.own * nbytes / n / levels[-1].bandwidth if n > 1 else 0.0
+    return waits + own + max(busy.values(), default=0.0)
 
 
 def scatter_gather(levels: Levels, nbytes: float) -> float:

@@ -9,7 +9,7 @@ use the levels either one after another or all at once. Algorithms that no libra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from autopar.cost.algorithms import (
     ALL_REDUCES,
@@ -18,6 +18,7 @@ from autopar.cost.algorithms import (
     Form,
     Level,
     Levels,
+    channels,
     group_size,
 )
 from autopar.cost.protocol import Protocol
@@ -27,7 +28,8 @@ __all__ = ["KINDS", "Level", "algorithms", "collective_seconds"]
 
 _GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
 KINDS = (*_GATHERING, *OTHERS)
-_TREES = frozenset({"tree"})
+# Protocols by the names of algorithms; those of rings for all others.
+_PROTOCOLS = {"tree": "tree", "pairwise": "direct", "message": "direct"}
 
 # Algorithms that a library chooses from by itself: NCCL, and a library without known protocols.
 _NCCL = {
@@ -72,16 +74,24 @@ def algorithms(kind: str) -> dict[str, Form]:
 
 def _backwards(gather: Form, times: int) -> Form:
     """Returns a reduce_scatter (an all_gather run backwards), or with `times` 2 an all_reduce."""
-    return lambda levels, nbytes: times * gather(levels, nbytes / group_size(levels))
+
+    def run(levels: Levels, nbytes: float) -> float:
+        shard = nbytes / group_size(levels)
+        # Both directions in one call copy a device's own shard but once.
+        once = partial(channels, copied=False) if gather is channels else gather
+        return gather(levels, shard) + (times - 1) * once(levels, shard)
+
+    return run
 
 
 _FORMS = {kind: algorithms(kind) for kind in KINDS}
 
 
 @lru_cache(maxsize=4096)
-def _views(levels: tuple[Level, ...], trees: bool) -> tuple[tuple[float, tuple[Level, ...]], ...]:
+def _views(levels: tuple[Level, ...], of: str) -> tuple[tuple[float, tuple[Level, ...]], ...]:
     """Returns each protocol's seconds before the first byte and its view of the levels."""
-    rows = zip(*((lv.library.tree if trees else lv.library.ring) for lv in levels), strict=True)
+    protocols = [getattr(level.library, of) or level.library.ring for level in levels]
+    rows = zip(*protocols, strict=True)
     return tuple((row[-1].base, tuple(map(_through, levels, row))) for row in rows)
 
 
@@ -121,5 +131,5 @@ def collective_seconds(
     return min(
         base + forms[name](view, nbytes)
         for name in names
-        for base, view in _views(tuple(span), name in _TREES and known)
+        for base, view in _views(tuple(span), _PROTOCOLS.get(name, "ring"))
     )

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from autopar.cost.kernel_tables import Attention, Products
+from autopar.cost.kernel_tables import Attention, Links, Products
 from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
@@ -18,7 +18,7 @@ from autopar.ir.mesh import Description, Mesh
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
 _MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
-_TABLES = ("products", "attention")
+_TABLES = ("products", "attention", "links")
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -29,7 +29,7 @@ class Device:
     Each of the `processors` computes one tile of a matrix product at a time. `peak` holds a dense
     matmul rate for each of `DTYPES`; efficiencies are the attainable shares of the peaks. The head
     of devices.toml explains each figure. `products` and `attention` are the device's rows of the
-    tables of kernels (cost/kernel_tables.py).
+    tables of kernels (cost/kernel_tables.py), `links` that of the links in a node, None if unknown.
 
     Raises:
         CostError: a figure that is not finite or not positive (latencies, start-up costs and the
@@ -66,6 +66,7 @@ class Device:
     processors: int
     products: Products
     attention: Attention
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
@@ -138,7 +139,8 @@ def _from_table(name: str, table: dict[str, Any]) -> Device:
             f"device {name!r} in devices.toml has the wrong keys",
             why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
         )
-    kernels = {"products": Products.of(name), "attention": Attention.of(name)}
+    kernels: dict[str, Any] = {"products": Products.of(name), "attention": Attention.of(name)}
+    kernels |= {"links": Links.of(name) if Links.known(name) else None}
     return Device(name=name, **{**table, "peak": tuple(table["peak"].items()), **kernels})
 
 

@@ -132,6 +132,67 @@ class Attention(Row):
     backward: float = 0.8
 
 
+@dataclass(frozen=True)
+class Links(Row):
+    """How NCCL uses the links inside one device's node; see cost/protocol.py for the protocols.
+
+    Attributes:
+        ll_base, ll128_base, simple_base: seconds before the first byte of a ring.
+        ll_hop, ll128_hop, simple_hop: seconds a message.
+        ll_share, ll128_share: bandwidth relative to Simple's.
+        own: a ring takes as long as for this many more shards, as a device copies its own.
+        first_base, second_base, third_base: seconds before the first byte of a direct exchange,
+            as of an all_to_all, in its three protocols.
+        first_share, second_share, third_share: bandwidth of these relative to a ring's Simple.
+        direct_hop: seconds a message of such an exchange.
+        switch_base: seconds of a reduction in the switches apart from its bytes.
+    """
+
+    FILE: ClassVar[str] = "links.csv"
+
+    ll_base: float = 0.0
+    ll128_base: float = 0.0
+    simple_base: float = 0.0
+    ll_hop: float = 0.0
+    ll128_hop: float = 0.0
+    simple_hop: float = 0.0
+    ll_share: float = 1.0
+    ll128_share: float = 1.0
+    own: float = 0.0
+    first_base: float = 0.0
+    second_base: float = 0.0
+    third_base: float = 0.0
+    first_share: float = 1.0
+    second_share: float = 1.0
+    third_share: float = 1.0
+    direct_hop: float = 0.0
+    switch_base: float = 0.0
+
+    @classmethod
+    def known(cls, device: str) -> bool:
+        """Returns whether the table has a row for a device."""
+        return device in _rows(cls.FILE)
+
+
+@dataclass(frozen=True)
+class Host(Row):
+    """Seconds in which a host's thread issues one kernel or collective to its device.
+
+    Attributes:
+        operator: a kernel of an operator of the forward.
+        autograd: a kernel of the backward, which autograd's nodes issue.
+        collective: a collective in either.
+        optimizer: a kernel of the optimizer.
+    """
+
+    FILE: ClassVar[str] = "hosts.csv"
+
+    operator: float = 0.0
+    autograd: float = 0.0
+    collective: float = 0.0
+    optimizer: float = 0.0
+
+
 @cache
 def _rows(file: str) -> dict[str, dict[str, str]]:
     text = resources.files("autopar.cost").joinpath("tables", file).read_text(encoding="utf-8")

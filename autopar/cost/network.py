@@ -14,7 +14,7 @@ from itertools import groupby
 
 from autopar.cost.algorithms import INTER, INTRA, Level
 from autopar.cost.device import Device
-from autopar.cost.protocol import library
+from autopar.cost.protocol import library, measured
 from autopar.errors import CostError
 from autopar.ir.mesh import Axis, Mesh
 
@@ -93,6 +93,9 @@ def near(mesh: Mesh, device: Device) -> frozenset[str]:
 
 def _links(device: Device) -> tuple[Level, Level]:
     """Returns a device's links inside its node and to other nodes, as levels without a size."""
+    inside = library(device.library, device.intra_link)
+    if device.links is not None:
+        inside = measured(device.links, device.intra_latency)
     return (
         Level(
             1,
@@ -100,7 +103,7 @@ def _links(device: Device) -> tuple[Level, Level]:
             device.intra_latency,
             switch=device.switch_reduction,
             resource=INTRA,
-            library=library(device.library, device.intra_link),
+            library=inside,
         ),
         Level(
             1,

@@ -4,13 +4,17 @@ NCCL has three. LL sends four bytes of flag with every four bytes of data, so th
 a separate signal; LL128 sends eight bytes of flag with 120 of data; Simple sends data alone and
 signals after each chunk. The figures are those by which NCCL 2.2x predicts its times (baseLat,
 hwLat and the bandwidth factors of ncclTopoTuneModel in src/graph/tuning.cc, in microseconds); its
-limits for particular processors and channel counts are left out.
+limits for particular processors and channel counts are left out. Inside a node whose collectives
+were measured, tables/links.csv has figures instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+from autopar.cost.kernel_tables import Links
 
 US = 1e-6
 
@@ -33,15 +37,29 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """A library's protocols on one kind of link, for rings and for trees (empty without trees)."""
+    """A library's protocols on one kind of link.
+
+    Attributes:
+        ring: for rings.
+        tree: for trees; empty without them.
+        direct: for messages from each device to each other; empty if they are those of rings.
+        own: shards that a device copies to itself, as a share of the time to send one.
+        switch: seconds of an all_reduce in the switches apart from its bytes and a ring's base.
+    """
 
     ring: tuple[Protocol, ...]
     tree: tuple[Protocol, ...]
+    direct: tuple[Protocol, ...] = ()
+    own: float = 0.0
+    switch: float = 0.0
 
 
 # gloo and unknown libraries: the figures of the link, unchanged.
 PLAIN = Library((Protocol("plain", 0.0, 1.0, 1.0),), ())
 
+# Seconds of an all_reduce in the switches (NVLS) apart from its bytes: 25 us in that table, minus
+# the base that every call has here.
+SWITCH_LATENCY = (25 - 6.6) * US
 _NAMES = ("LL", "LL128", "Simple")
 _RING_BASE, _TREE_BASE = (6.6, 14.0, 8.4), (6.8, 14.0, 8.4)
 _RING_SHARE = (1 / 2, 0.92, 1.0)
@@ -63,9 +81,6 @@ KINDS = {
     "Ethernet": "network",
 }
 LIBRARIES = ("NCCL", "gloo", "unknown")
-# Seconds of an all_reduce in the switches (NVLS) apart from its bytes: 25 us in that table, minus
-# the base that every call has here.
-SWITCH_LATENCY = (25 - min(_RING_BASE)) * US
 
 
 def _protocols(
@@ -80,6 +95,7 @@ def _nccl(kind: str) -> Library:
     return Library(
         _protocols(_RING_BASE, rings, rings[-1], _RING_SHARE),
         _protocols(_TREE_BASE, trees, rings[-1], _TREE_SHARE[kind != "network"]),
+        switch=SWITCH_LATENCY,
     )
 
 
@@ -89,3 +105,32 @@ _NCCL = {kind: _nccl(priced_as) for kind, priced_as in KINDS.items()}
 def library(name: str, kind: str) -> Library:
     """Returns the protocols of a library (one of LIBRARIES) on a link (one of KINDS)."""
     return _NCCL[kind] if name == "NCCL" else PLAIN
+
+
+@cache
+def measured(links: Links, latency: float) -> Library:
+    """Returns NCCL's protocols inside a node as they were measured.
+
+    A tree inside a node is a chain, whose latencies are a ring's and whose bandwidth is 0.92 of it.
+
+    Args:
+        links: the device's row of tables/links.csv.
+        latency: seconds per message to which those of the protocols are relative.
+    """
+    bases = (links.ll_base, links.ll128_base, links.simple_base)
+    hops = (links.ll_hop, links.ll128_hop, links.simple_hop)
+    shares = (links.ll_share, links.ll128_share, 1.0)
+    direct = zip(
+        (links.first_base, links.second_base, links.third_base),
+        (links.first_share, links.second_share, links.third_share),
+        strict=True,
+    )
+    hop = links.direct_hop / latency
+    rows = tuple(zip(_NAMES, bases, hops, shares, strict=True))
+    return Library(
+        tuple(Protocol(name, base, hop / latency, share) for name, base, hop, share in rows),
+        tuple(Protocol(name, base, hop / latency, 0.92 * share) for name, base, hop, share in rows),
+        tuple(Protocol("direct", base, hop, share) for base, share in direct),
+        links.own,
+        links.switch_base - min(bases),
+    )

@@ -26,29 +26,29 @@ _NAMES = {
 
 
 def render_difference(
-    found: Difference, titles: tuple[str, str], *, everything: bool = False
+    compared: Difference, titles: tuple[str, str], *, everything: bool = False
 ) -> Iterator[RenderableType]:
     """Yields tables of all that differs: head, figures, layouts, collectives.
 
     Args:
-        found: the difference.
+        compared: the difference.
         titles: headings of the two plans' columns.
         everything: whether to show all rows of long tables.
     """
     shown = None if everything else SHOWN
-    if found.head:
-        yield _pairs("", found.head, titles, None)
-    if found.pins:
-        yield _pairs("Pins", found.pins, titles, shown)
-        yield from _left_out(len(found.pins), shown)
-    yield render_figures(found.figures, titles)
-    yield from render_changes(found.changes, titles, shown)
-    totals = [total for total in found.totals or () if total.before != total.after]
+    if compared.head:
+        yield _pairs("", compared.head, titles, None)
+    if compared.pins:
+        yield _pairs("Pins", compared.pins, titles, shown)
+        yield from _left_out(len(compared.pins), shown)
+    yield render_figures(compared.figures, titles)
+    yield from render_changes(compared.changes, titles, shown)
+    totals = [total for total in compared.totals or () if total.before != total.after]
     if totals:
         yield _traffic("Collectives of a step: calls × bytes per device", totals, titles, None)
-    if found.traffic:
-        yield _traffic("Collectives by parameter and module", found.traffic, titles, shown)
-        yield from _left_out(len(found.traffic), shown)
+    if compared.traffic:
+        yield _traffic("Collectives by parameter and module", compared.traffic, titles, shown)
+        yield from _left_out(len(compared.traffic), shown)
 
 
 def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:

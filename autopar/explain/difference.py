@@ -108,21 +108,21 @@ def difference(
         LayoutError: a layout does not fit its value.
     """
     first, second = graphs or (None, None)
-    found = Difference(
+    compared = Difference(
         _head(a, b),
         pairs(a.pins, b.pins),
         figures(a.predicted, b.predicted),
         changes(decisions(a, first), decisions(b, second)),
     )
     if graphs is None or prices is None:
-        return found
+        return compared
     before, after = (
         traffic(graph, plan, price)
         for graph, plan, price in zip(graphs, (a, b), prices, strict=True)
     )
     detail = tuple(t for t in _traffic(before, after) if t.before != t.after)
     totals = _traffic(_summed(before), _summed(after))
-    return replace(found, totals=totals, traffic=detail)
+    return replace(compared, totals=totals, traffic=detail)
 
 
 def figures(a: Prediction, b: Prediction) -> tuple[Figure, ...]:

@@ -71,26 +71,26 @@ def heads(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
 
 
 def render_plan_difference(
-    found: PlanDifference, titles: tuple[str, str], *, everything: bool = False
+    compared: PlanDifference, titles: tuple[str, str], *, everything: bool = False
 ) -> Iterator[RenderableType]:
     """Yields tables of all that differs, first of the whole plans, then of their stages.
 
     Args:
-        found: the difference.
+        compared: the difference.
         titles: headings of the two plans' columns.
         everything: whether to show all rows of long tables.
     """
-    whole = Difference(found.head, {}, found.figures, ())
+    whole = Difference(compared.head, {}, compared.figures, ())
     yield from render_difference(whole, titles, everything=everything)
-    for each in found.stages:
+    for each in compared.stages:
         numbers = ", ".join(map(str, each.stages))
         yield Text(f"stage{'s' * (len(each.stages) > 1)} {numbers}", style="bold")
         yield from render_difference(each.difference, titles, everything=everything)
 
 
-def _without(found: Difference, name: str) -> Difference:
-    head = {key: pair for key, pair in found.head.items() if key != name}
-    return Difference(head, found.pins, found.figures, found.changes)
+def _without(compared: Difference, name: str) -> Difference:
+    head = {key: pair for key, pair in compared.head.items() if key != name}
+    return Difference(head, compared.pins, compared.figures, compared.changes)
 
 
 def _head(plan: Plan) -> dict[str, str]:

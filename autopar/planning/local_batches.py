@@ -1,12 +1,12 @@
-"""Batches of which every rank passes its own part, as data loaders of distributed runs give them.
+"""Batches of which every rank passes its own part, as with a distributed data loader.
 
     "global"            every rank passes the same whole batch
-    "local"             every rank passes another part
-    "local over data"   ranks that differ along other axes than `data` pass the same part
+    "local"             every rank passes a different part
+    "local over data"   ranks that differ only along axes other than `data` pass the same part
 
-A part is a row of samples along the first dimension of every tensor whose first dimension is the
-batch. In the graph such an input names its axes, `%x = input('x', over='data')`, and it lies split
-over them, so that a plan exchanges what operators want otherwise, at its price.
+A part is a range of samples: every tensor whose first dimension is the batch is cut along it. In
+the graph such an input names its axes, `%x = input('x', over='data')`, and is sharded over them.
+Where operators need another layout, the plan reshards the input and pays for it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def batch_axes(batches: str, mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes over which ranks pass different parts, in the order of the mesh.
 
     Args:
-        batches: as above.
+        batches: one of the texts above.
         mesh: the devices of one copy of the model's stage.
 
     Raises:
-        OptionError: `batches` is none of those texts.
+        OptionError: `batches` is not one of those texts.
         MeshError: the mesh has no such axis.
     """
     if batches == GLOBAL:
@@ -56,7 +56,7 @@ def batch_axes(batches: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def stage_mesh(mesh: Mesh, options: Options) -> Mesh:
-    """Returns the devices of one stage of the pipeline that is asked for, or all without one.
+    """Returns the devices of one stage of the requested pipeline; all devices without a pipeline.
 
     Raises:
         MeshError, ScheduleError: there is no such pipeline on the mesh.
@@ -70,14 +70,14 @@ def stage_mesh(mesh: Mesh, options: Options) -> Mesh:
 def capture_parts(
     call: Call, part: Mesh, options: Options, trace: Trace, microbatches: int | None
 ) -> Captured:
-    """Returns the captured call on the batch that all ranks' parts make up.
+    """Captures the call on the whole batch, which the parts of all ranks form.
 
     Args:
-        call: with this rank's part, or with the whole batch if `options.batches` says so.
+        call: on this rank's part, or on the whole batch if `options.batches` is "global".
         part: the devices of one stage.
-        options: with `batches`.
-        trace: keeps the graphs.
-        microbatches: as of `capture_call`.
+        options: of the plan; `batches` selects the parts.
+        trace: writes the graphs to files.
+        microbatches: see `capture_call`.
 
     Raises:
         CaptureError, BatchError: see `capture_call`.

@@ -1,4 +1,4 @@
-"""Plans of programs over parameters that another program stores already."""
+"""Plans of further programs over parameters that a first program already stores."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from autopar.stage_plan import StagePlan
 
 
 def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple[Graph, Plan]:
-    """Plans a further call of a model, whose parameters stay where a first plan stores them.
+    """Plans a further call of a model; its parameters stay where the first plan stores them.
 
     Args:
         first: the graph of the first plan.
         plan: the first plan.
-        graph: of the same parameters, in another mode or on another batch; prepared, or normalised
-            only if the plan is a pipeline.
-        options: those of the first plan.
+        graph: the further call, with the same parameters, in another mode or on another batch;
+            prepared, or only normalised if the plan is a pipeline.
+        options: of the first plan.
 
     Returns:
-        The graph that the new plan is for, and the plan. Stages and their devices are the same.
+        The graph of the new plan, and the plan. Stages and their devices do not change.
 
     Raises:
-        InfeasibleError: it does not fit into memory.
-        StageError: no cut gives each stage the parameters that it stores.
+        InfeasibleError: no plan fits into memory.
+        StageError: no cut gives each stage exactly the parameters that it stores.
     """
     if not plan.is_pipeline:
         stored = storages_of(first, plan.stages[0])
@@ -44,8 +44,8 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
     for before, stage, after, end in zip(parts, plan.stages, graphs, (*ends, ""), strict=True):
-        found = _planned(after, stage, storages_of(before, stage), options)
-        stages.append(replace(found, end=end, starts=stage.starts))
+        planned = _planned(after, stage, storages_of(before, stage), options)
+        stages.append(replace(planned, end=end, starts=stage.starts))
     return graph, replace(plan, graph=fingerprint(graph), stages=tuple(stages))
 
 
@@ -53,8 +53,8 @@ def storages_of(graph: Graph, plan: StagePlan) -> dict[str, Storage]:
     """Returns the storage of every parameter by its key in the program.
 
     Args:
-        graph: prepared.
-        plan: for it.
+        graph: a prepared graph.
+        plan: the plan of the graph.
     """
     return {
         leaf_key(leaf): plan.storage(
@@ -68,21 +68,21 @@ def storages_of(graph: Graph, plan: StagePlan) -> dict[str, Storage]:
 def _planned(
     graph: Graph, before: StagePlan, stored: Mapping[str, Storage], options: Options
 ) -> StagePlan:
-    """The plan of a graph in one piece.
+    """Plans a graph that is not cut into stages.
 
-    Pins that do not apply to this batch are left out: too few rows for the axis of data, say.
+    Pins that do not fit this batch are dropped, such as a pin that shards too few rows.
     """
-    asked = replace(options, stored=stored)
+    constrained = replace(options, stored=stored)
     try:
-        return make_plan(graph, before.mesh, asked, Trace(None))
+        return make_plan(graph, before.mesh, constrained, Trace(None))
     except PinError:
-        return make_plan(graph, before.mesh, replace(asked, pins=None), Trace(None))
+        return make_plan(graph, before.mesh, replace(constrained, pins=None), Trace(None))
 
 
 def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
-    """The graph without runs of equal blocks whose parameters are stored unequally.
+    """Returns the graph without repeats whose blocks store their parameters differently.
 
-    Blocks that differ in training alone, as by the rate of a dropout, may be stored so.
+    Blocks that differ only in training, such as in a dropout rate, may be stored differently.
     """
     leaves = {leaf.name: stored.get(leaf_key(leaf)) for leaf in graph.leaves("param")}
     equal = tuple(
@@ -94,19 +94,18 @@ def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
 
 
 def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
-    """The ends of stages that hold the same parameters.
+    """Returns the ends of stages that read the same parameters as `parts`.
 
-    A stage ends in front of the first operator that needs a parameter, or what is computed from
-    one, that only later stages hold.
+    A stage ends before the first operator that depends on a parameter of later stages only.
 
     Raises:
-        StageError: an earlier stage's parameter is needed behind that.
+        StageError: an operator after that point needs a parameter of an earlier stage.
     """
     holders: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
         for leaf in part.leaves("param"):
             holders.setdefault(leaf.target, set()).add(number)
-    latest: dict[str, int] = {}  # value -> the first stage that can have all it needs
+    latest: dict[str, int] = {}  # value -> the first stage that can compute it
     for node in graph.nodes:
         own = min(holders.get(node.target, {0})) if node.op == "param" else 0
         latest[node.name] = max([own, *(latest[name] for name in node.inputs)])
@@ -117,13 +116,13 @@ def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
         ends.append(operators[place - 1].name)
         for node in operators[place:]:
             for name in node.inputs:
-                held = holders.get(graph[name].target, ()) if graph[name].op == "param" else ()
-                if held and max(held) <= number:
+                readers = holders.get(graph[name].target, ()) if graph[name].op == "param" else ()
+                if readers and max(readers) <= number:
                     raise StageError(
                         "the stages cannot evaluate the model",
                         where=str(node.source),
-                        why=f"the parameter {graph[name].target!r} of stage {max(held)} is needed "
-                        "behind parameters of later stages",
+                        why=f"the parameter {graph[name].target!r} of stage {max(readers)} is "
+                        "needed after parameters of later stages",
                         todo="evaluate under a plan without stages",
                     )
     return tuple(ends)

@@ -295,13 +295,13 @@ def open_program(file: str) -> Iterator[OpenProgram]:
 @contextmanager
 def processes() -> Iterator[None]:
     """Returns a context with torchrun's process group, unless there is one already."""
-    mine = not dist.is_initialized() and dist.is_torchelastic_launched()
-    if mine:
+    started = not dist.is_initialized() and dist.is_torchelastic_launched()
+    if started:
         join_process_group()
     try:
         yield
     finally:
-        if mine:
+        if started:
             dist.destroy_process_group()
 
 

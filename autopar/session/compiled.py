@@ -1,6 +1,6 @@
 """Compiled: a captured model, its plan and the programs of its stages, as one value.
 
-capture -> plan -> emit make it; `start` loads it on the devices, see `session.py`.
+`session/compiler.py` produces it by capture, plan and emit; `start` loads it on the devices.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled_folder import Contents
 
-_COLUMNS = 88  # of the schedule's picture
+_COLUMNS = 88  # width of the schedule's picture
 
 
 @dataclass(frozen=True)
 class Running:
-    """How a compiled program runs; `autopar.compile` describes both.
+    """How a compiled program runs; see `autopar.compile`.
 
     Attributes:
         backend: "eager", "aot_eager" or "inductor".
-        cuda_graph: whether the step is captured and replayed.
-        shapes: for batches of how many shapes the session compiles programs that train.
+        cuda_graph: whether to capture the step and replay it.
+        shapes: number of batch shapes for which the session compiles training programs.
     """
 
     backend: str = "eager"
@@ -73,13 +73,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A model that is planned and emitted.
+    """A planned model with its emitted programs.
 
     Attributes:
-        plan: how it runs.
-        captured: the model; for a pipeline on one microbatch, its graph normalised only.
+        plan: the plan.
+        captured: the model; for a pipeline, on one microbatch and only normalised.
         sources: the generated Python of every stage.
-        facts: of the model that was captured; see `model_facts.py`.
+        facts: of the captured model; see `model_facts.py`.
     """
 
     plan: Plan
@@ -96,18 +96,18 @@ class Compiled:
         trace: Trace,
         facts: Mapping[str, str] | None = None,
     ) -> Compiled:
-        """Emit the programs of a plan.
+        """Emits the programs of a plan.
 
         Args:
-            captured: the model, for a pipeline on one microbatch.
-            plan: for it.
-            options: whose rules the layouts follow, and whose prices stand in the comments.
-            trace: keeps the sources.
+            captured: the model; for a pipeline, on one microbatch.
+            plan: its plan.
+            options: give the rules for layouts and the prices for comments.
+            trace: writes the sources.
             facts: of the model.
 
         Raises:
             PlanMismatchError: the plan is for another model or mesh.
-            PlanError: a layout that the rules do not allow.
+            PlanError: the rules do not allow a layout.
         """
         sources = []
         prices = {stage.mesh: cost_model(stage.mesh, options).collective for stage in plan.stages}
@@ -131,7 +131,7 @@ class Compiled:
 
     @property
     def fingerprint(self) -> str:
-        """What tells it from others: a digest of graph, plan and sources."""
+        """A digest of graph, plan and sources."""
         text = "\n".join(
             [
                 fingerprint(self.captured.graph),
@@ -143,12 +143,12 @@ class Compiled:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the stages of a pipeline run, and when; raises as `placement_of`."""
+        """The ranks and the rows of a pipeline's stages; raises the errors of `placement_of`."""
         return placement_of(self.plan, wiring_of(graphs_of(self.captured.graph, self.plan)))
 
     @property
     def tied(self) -> dict[str, str]:
-        """Further names of parameters -> the name that holds them."""
+        """Additional names of parameters -> the name that is stored."""
         return {k: v for k, v in self.captured.parameter_names.items() if k != v}
 
     @property
@@ -160,16 +160,19 @@ class Compiled:
         }
 
     def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:
-        """Load it on this rank's device; every rank calls it.
+        """Loads the program on this rank's device; every rank must call it.
 
         Args:
-            values: every parameter and buffer by name, whole; the first rank's count.
+            values: every parameter and buffer by name, whole; all ranks take the first rank's.
             training: how the parameters are updated.
-            running: how it runs.
+            running: how the program runs.
+
+        Returns:
+            The executor of the program.
 
         Raises:
-            ProgramError: the optimizer or the way of running do not fit it.
-            StateError: `values` does not fit it.
+            ProgramError: `training` or `running` do not fit the program.
+            StateError: `values` does not fit the program.
         """
         modules, outer, mesh = self.modules(running.backend), self.plan.outer, self.plan.mesh
         if outer is None:
@@ -187,7 +190,7 @@ class Compiled:
         running: Running,
         peers: Peers,
     ) -> Executor | Pipeline:
-        """The program of all ranks, or of the replica that `peers` are."""
+        """Starts the program of all ranks, or of the replica that `peers` form."""
         plan = self.plan.inner
         if not plan.is_pipeline:
             runtime = Runtime(plan.mesh, local_device(), peers=peers)
@@ -199,7 +202,7 @@ class Compiled:
         refuse_for_stages(plan, placement, running)
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
-            peers=peers,
+            peers=peers, cuda_graph=running.cuda_graph,
         )  # fmt: skip
 
     def modules(self, backend: str) -> list[Generated]:
@@ -210,45 +213,45 @@ class Compiled:
         ]
 
     def save(self, path: str | Path) -> Path:
-        """Write a folder that `autopar.load` reads on any number of processes.
+        """Writes a folder that `autopar.load` reads on any number of processes.
 
         Returns:
             The folder.
 
         Raises:
-            ProgramError: the batch or the results hold what cannot be saved as data, or the folder
-                cannot be written.
+            ProgramError: the batch or the results contain something that cannot be saved as data,
+                or the folder cannot be written.
         """
         contents = Contents(self.plan, self.captured, self.sources, self.facts, self.fingerprint)
         return compiled_folder.write(contents, path)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Compiled:
-        """Read a folder that `save` wrote.
+        """Reads a folder that `save` wrote.
 
         Args:
-            path: the folder. Its sources are code: load none whose author you do not trust.
-            model: built as the compiled one was; its values may differ.
+            path: the folder. Its sources are code, so load it only if you trust its author.
+            model: equal to the compiled model except for its values.
 
         Raises:
             ProgramError: the folder is missing, damaged or edited, or is for another model or
                 version of torch; says what differs.
             PlanError: its plan is damaged.
         """
-        found = compiled_folder.read(path, model)
-        compiled = cls(found.plan, found.captured, found.sources, found.facts)
-        if compiled.fingerprint != found.fingerprint:
+        contents = compiled_folder.read(path, model)
+        compiled = cls(contents.plan, contents.captured, contents.sources, contents.facts)
+        if compiled.fingerprint != contents.fingerprint:
             raise ProgramError(
                 "the files of the compiled program do not belong together",
                 where=str(path),
                 why="they do not have the fingerprint that was written with them",
-                todo="compile the model again, and save it; a program to edit is what "
+                todo="compile the model again, and save it; to edit a program, use the folder of "
                 "Session.save writes",
             )
         return compiled
 
     def files(self, training: Training) -> dict[str, str]:
-        """The text files of a folder that runs by itself; see `runtime/folder.py`."""
+        """Returns the text files of a folder that runs by itself; see `runtime/folder.py`."""
         common = {
             "plan.toml": self.plan.to_toml(),
             "graph.txt": format_graph(self.captured.graph),
@@ -270,32 +273,32 @@ class Compiled:
         return {**files, "program.py": program, **common}
 
     def _name(self, number: int, source: str) -> str:
-        """A name of its own for every source: tracebacks look the lines up by it."""
+        """Returns a unique name for a source, by which tracebacks look up its lines."""
         code = zlib.crc32(source.encode())
         where = f"stage {number}" if self.plan.is_pipeline else str(self.plan.mesh)
         return printable(f"<autopar {self.captured.graph.name}, {where}, {code:08x}>")
 
 
 def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
-    """The graphs of a plan's stages; StageError if it cannot be cut so."""
+    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut so."""
     return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)
 
 
 def groups_of(plan: Plan) -> int:
-    """The number of groups of ranks that do a row of the schedule each."""
+    """Returns the number of rank groups, each of which executes one row of the schedule."""
     return len({start for stage in plan.stages for start in stage.starts})
 
 
 def placement_of(plan: Plan, wiring: Wiring) -> Placement:
-    """Where the stages of a plan run, and when.
+    """Returns the ranks and the rows of the stages of a plan.
 
     Args:
         plan: of a pipeline.
         wiring: of its stages.
 
     Raises:
-        ScheduleError: there is no such schedule for the plan's sizes.
-        PlanError: the schedule wants the stages elsewhere.
+        ScheduleError: the schedule does not exist for the plan's sizes.
+        PlanError: the schedule places the stages on other ranks.
     """
     groups = groups_of(plan)
     schedule = schedule_of(plan.schedule, groups, plan.microbatches)
@@ -311,8 +314,8 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     alike = [len(starts) for starts in given] == [len(places) for places in wanted]
     if not alike or len(pairs) != groups:
         raise PlanError(
-            f"the plan's stages do not stand as the schedule {plan.schedule!r} wants them",
-            why=f"their first ranks are {given}; groups of ranks with the numbers {wanted} do them",
+            f"the plan's stages are not placed as the schedule {plan.schedule!r} requires",
+            why=f"their first ranks are {given}; the schedule uses the groups {wanted}",
             todo="correct the entries `ranks`, or plan again",
         )
     ranks = tuple(
@@ -327,49 +330,49 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
 
 
 def refuse_for_stages(plan: Plan, placement: Placement, running: Running) -> None:
-    """ProgramError where stages cannot run as they shall."""
+    """Raises ProgramError if stages cannot run as `running` says."""
     schedule = plan.schedule
-    if running.cuda_graph:
+    if running.cuda_graph and not (len(plan.stages) == 1 and placement.flushes):
         refuse_graphs_of_stages()
     if not placement.flushes and running.backend != "eager":
         raise ProgramError(
-            f"stages under the schedule {schedule!r} are not compiled",
-            why="a compiled segment keeps parameters for its backward, which may need other"
+            f"stages under the schedule {schedule!r} cannot be compiled",
+            why="a compiled segment saves parameters for its backward, which may need other"
             " versions of them by then",
             todo='pass backend="eager", or a schedule that flushes',
         )
     again = [n for n, stage in enumerate(plan.stages) if stage.recompute]
     if again and not schedule_of(schedule, groups_of(plan), plan.microbatches).stashes:
         raise ProgramError(
-            f"blocks of stage {again[0]} are not computed again under the schedule {schedule!r}",
-            why="its backward runs on newer weights than its forward, and so would they",
+            f"blocks of stage {again[0]} cannot be recomputed under the schedule {schedule!r}",
+            why="its backward runs on newer weights than its forward, as would recomputation",
             todo='pass recompute="none", or a schedule that stashes weights ("2bw", "pipedream")',
         )
     halves = any(action.kind == "W" for row in placement.rows for action in row)
     if halves and running.backend != "eager":
         raise ProgramError(
-            f"stages under the schedule {schedule!r} are not compiled",
-            why="its backward comes in two halves, and that of a compiled segment in one",
+            f"stages under the schedule {schedule!r} cannot be compiled",
+            why="it splits the backward in two halves, which a compiled segment cannot",
             todo='pass backend="eager", or a schedule with whole backwards ("1f1b", '
             '"interleaved_1f1b chunks=2")',
         )
 
 
 def refuse_graphs_of_stages() -> NoReturn:
-    """ProgramError: a step of microbatches is no CUDA graph."""
+    """Raises ProgramError, because a step of microbatches cannot be a CUDA graph."""
     raise ProgramError(
         "the step cannot be a CUDA graph",
         why="the host follows the schedule of a pipeline and waits for its messages",
-        todo="leave cuda_graph out",
+        todo="omit cuda_graph",
     )
 
 
 def values_of(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
-    """The model's parameters and buffers by the names of the graph's leaves."""
+    """Returns the model's parameters and buffers by the names of the graph's leaves."""
     parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    found = {
+    values = {
         name: parameter.detach()
         for name, parameter in parameters.items()
         if captured.parameter_names[name] == name
     }
-    return {**found, **captured.buffers}
+    return {**values, **captured.buffers}

@@ -24,16 +24,16 @@ from autopar.session.call_texts import text_of_graph
 from autopar.session.compiled import Compiled
 from autopar.session.model_facts import facts_of
 
-_ADVICE = "build one model on every rank, and give every rank the same whole batch"
+_ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compiles calls of a model for a mesh; all ranks of a process group call it alike.
+    """Compiles calls of a model for a mesh; all ranks of a process group call it.
 
     Attributes:
         mesh: the devices.
-        options: what is planned.
+        options: of the plan.
         plan: a plan to use instead of searching for one.
         outer: how replicas along independent axes synchronise; each has a program of its own, on
             its part of the batch.
@@ -50,12 +50,19 @@ class Compiler:
             method_of(self.outer)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether what it compiles has more than one stage."""
+        if self.plan is not None:
+            return len(self.plan.stages) > 1
+        return self.options.stages != 1
+
+    @property
     def is_pipeline(self) -> bool:
-        """Whether what it compiles runs under a schedule of stages and microbatches."""
+        """Whether the program runs by a schedule of stages and microbatches."""
         return self.options.is_pipeline if self.plan is None else self.plan.is_pipeline
 
     def __call__(self, call: Call) -> Compiled:
-        """Returns the compiled call, alike on every rank.
+        """Returns the compiled call, the same on every rank.
 
         Raises:
             CaptureError, InfeasibleError, PlanMismatchError: see `autopar.compile`.
@@ -102,12 +109,12 @@ class Compiler:
         return call.part_of(self.outer.count(self.mesh))
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
-        """The captured model and its plan, alike on every rank."""
+        """Returns the captured model and its plan, the same on every rank."""
         plan, options, mesh = self.plan, self.options, self.mesh
         outer = self.outer
         inside = mesh if outer is None else outer.within(mesh)
         if plan is None and options.searches_stages:
-            # A solver that runs out of time stops elsewhere on every rank: one plans for all.
+            # Under a time limit, solvers may differ between ranks, so one rank plans for all.
             plan = from_first_rank(
                 lambda: plan_model(call, inside, options, trace).under(outer, mesh)
             )

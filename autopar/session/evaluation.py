@@ -1,4 +1,4 @@
-"""Evaluation: what a model returns for a batch, as parts that lie where they were computed."""
+"""Evaluation of a model on a batch; its results stay sharded until they are gathered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Evaluation:
 
     @property
     def local(self) -> Any:
-        """What the model returns, with this rank's part of each tensor; see `layouts`."""
+        """The model's output with this rank's part of each tensor; see `layouts`."""
         return self.captured.output.rebuild(self.outputs.shards)
 
     @property
@@ -49,15 +49,15 @@ class Evaluation:
         return self.outputs.layouts
 
     def whole(self) -> Any:
-        """What the model returns, with whole tensors; every rank calls it."""
+        """Returns the model's output with whole tensors; every rank must call it."""
         return self.captured.output.rebuild(self.outputs.gather())
 
 
 class Evaluating(ABC):
-    """The evaluations of a session.
+    """The part of a session that evaluates the model.
 
     Attributes:
-        training: whether steps may be made; see `eval`.
+        training: whether steps are allowed; see `eval`.
     """
 
     training: bool
@@ -73,12 +73,12 @@ class Evaluating(ABC):
         """Returns the program for a call, and the batch by name."""
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
-        """Evaluate the model on one batch; nothing of the training changes.
+        """Evaluates the model on one batch without changing the training.
 
-        The model is captured a second time, in evaluation, and its program reads the parameters
-        where the training stores them. So dropout is off and running statistics stay. Batches may
-        have another shape than those of the training, and lack its labels; each kind is compiled
-        when it comes for the first time.
+        The model is captured a second time, in evaluation mode, and its program reads the
+        parameters where the training stores them. So dropout is off, and running statistics do not
+        change. Batches may have other shapes than those of the training, and may lack its labels;
+        each kind of batch is compiled when it first occurs.
 
         Args:
             *args: positional arguments of the batch, whole on every rank.
@@ -88,7 +88,7 @@ class Evaluating(ABC):
             The loss, and this rank's parts of the outputs.
 
         Raises:
-            BatchError: the batch differs between ranks, or more kinds of batches came than a
+            BatchError: the batch differs between ranks, or there are more kinds of batches than a
                 session compiles.
             RankFailedError: another rank failed.
             AutoparError: see `compile`.
@@ -97,24 +97,24 @@ class Evaluating(ABC):
         return Evaluation(program.captured, program.forward(inputs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns in evaluation, as whole tensors on every rank; see `eval_step`."""
+        """Returns the model's output in evaluation, whole on every rank; see `eval_step`."""
         return self.eval_step(*args, **kwargs).whole()
 
     def eval(self) -> Self:
-        """Refuse steps until `train` is called; evaluations are the same in both."""
+        """Refuses steps until `train` is called; evaluation works in both states."""
         self.training = False
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Allow steps, or refuse them with `mode=False`."""
+        """Allows steps, or refuses them with `mode=False`."""
         self.training = mode
         return self
 
     def expert_load(self, *args: Any, **kwargs: Any) -> list[ExpertLoad]:
-        """Returns how often a batch chooses the experts of every mixture, in their order.
+        """Returns the load of the experts in every mixture, in the order of the mixtures.
 
-        Every rank calls it. `str` of one is an `expert_load` for `autopar.plan`, and its
-        `imbalance` says how many times the rows of an average device the busiest one has.
+        Every rank must call it. `str` of an `ExpertLoad` is a value of the option `expert_load` of
+        `autopar.plan`; its `imbalance` is the ratio of the busiest device's rows to the mean.
 
         Raises:
             ProgramError: the program is a pipeline.

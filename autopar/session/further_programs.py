@@ -1,4 +1,4 @@
-"""Variants of a session: programs for evaluation and for batches of other shapes, as they come."""
+"""Variants of a session: programs for evaluation and for batches of new shapes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from autopar.runtime.outer.local_updates import LocalUpdates
 from autopar.runtime.trained import Program
 from autopar.session.compiled import Compiled, Running
 
-EVALUATED = 8  # programs of a session that evaluate, each for batches of one shape
+EVALUATED = 8  # at most this many evaluation programs, each for batches of one shape
 
 
 class Compiles(Protocol):
     """Compiles calls of a model; see `compiler.py`."""
 
     def __call__(self, call: Call) -> Compiled:
-        """Returns the first call, compiled."""
+        """Compiles the first call."""
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
-        """Returns a further call whose program reads parameters where the first stores them."""
+        """Compiles a further call; its program reads parameters where the first stores them."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, all modules are in evaluation, as after `model.eval()`."""
+    """Sets all modules to evaluation mode, as `model.eval()` does, and restores them after."""
     before = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in before:
@@ -51,8 +51,8 @@ class Runnable:
     """A program of a session.
 
     Attributes:
-        captured: the call that it is for.
-        types: of its inputs, by name, "i64[8, 16]".
+        captured: the call that was compiled.
+        types: dtypes and shapes of its inputs by name, "i64[8, 16]".
         step: trains on a batch.
         forward: evaluates a batch.
     """
@@ -63,7 +63,7 @@ class Runnable:
     forward: Callable[[Mapping[str, Tensor]], Evaluated]
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns a batch as inputs by name, None if it is of another structure or shape."""
+        """Returns the inputs of a batch by name; None if its structure or shape differs."""
         try:
             inputs = self.captured.inputs.flatten(args, kwargs)
         except BatchError:
@@ -77,11 +77,11 @@ class Variants:
     """The programs of one session, which share parameters and optimizer.
 
     Args:
-        model: the user's.
-        first: what the session began with.
-        executor: runs them.
-        compiler: compiles a further one.
-        running: how they run.
+        model: the user's model.
+        first: the first compiled program.
+        executor: runs the programs.
+        compiler: compiles further calls.
+        running: the options of execution.
     """
 
     model: nn.Module
@@ -100,7 +100,7 @@ class Variants:
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[Runnable, dict[str, Tensor]] | None:
-        """Returns the program for a batch, and the batch by name; None if there is none yet."""
+        """Returns the program for a batch, and the batch by name; None if none fits yet."""
         for program in self._programs[training]:
             inputs = program.takes(args, kwargs)
             if inputs is not None:
@@ -108,10 +108,10 @@ class Variants:
         return None
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Runnable:
-        """Compiles the program for a batch; every rank calls it.
+        """Compiles the program for a batch; every rank must call it.
 
         Raises:
-            BatchError: there are programs for as many shapes as there may be.
+            BatchError: the session has compiled as many shapes as it may.
             CaptureError, InfeasibleError: see `autopar.compile`.
         """
         programs = self._programs[training]
@@ -119,13 +119,13 @@ class Variants:
         if training and self.first.plan.is_pipeline:
             raise BatchError(
                 "stages train on batches of one shape",
-                why="the schedule and its messages are for microbatches of one size",
+                why="the schedule and its messages have a fixed size of microbatches",
                 todo="pad the batch, or drop the last one (drop_last=True)",
             )
         if len(programs) >= most:
             raise BatchError(
                 f"the batch has a shape beyond the {most} that the program is compiled for",
-                why="every shape is planned and compiled by itself",
+                why="each shape needs its own plan and program",
                 todo="pad batches to fewer shapes"
                 + (f", or pass shapes={2 * most} to compile" if training else ""),
             )
@@ -144,7 +144,7 @@ class Variants:
         return added
 
     def _refuse_other_dtypes(self, compiled: Compiled) -> None:
-        """BatchError unless inputs have the dtypes of the first batch; a trace may not notice."""
+        """Raises BatchError if dtypes differ from the first batch; tracing may not detect it."""
         first = {leaf.target: leaf.type for leaf in self.first.captured.graph.leaves("input")}
         for leaf in compiled.captured.graph.leaves("input"):
             known = first.get(leaf.target, leaf.type)
@@ -158,7 +158,7 @@ class Variants:
     def _misfit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
     ) -> BatchError:
-        """The error of a batch on which the model cannot be captured, though it was on the first.
+        """Returns the error for a batch on which the model cannot be captured.
 
         Raises:
             BatchError: the batch has another structure than the first.
@@ -170,7 +170,7 @@ class Variants:
             f"the model does not take the batch {given}",
             where=error.where,
             why=f"{error.why or error.what}; the first batch was {wanted}",
-            todo="pass batches like the first, whose number of rows may differ",
+            todo="pass batches like the first; only the number of rows may differ",
         )
 
     def _loaded(self, compiled: Compiled) -> Runnable:
@@ -180,11 +180,11 @@ class Variants:
             for name, value in compiled.captured.buffers.items()
             if name not in executor.shapes
         }
-        held = set(values) & set(self.model.state_dict())
-        if held:  # a load of weights would not reach it
+        saved = set(values) & set(self.model.state_dict())
+        if saved:  # loading weights would not update it
             raise ProgramError(
-                f"the model evaluates with the buffer {min(held)!r}, which its training lacks",
-                why="programs hold what the training uses",
+                f"evaluation reads the buffer {min(saved)!r}, but training does not",
+                why="a session stores only buffers that training reads",
                 todo="use it in training too, or register it with persistent=False",
             )
         inner = executor.program if isinstance(executor, LocalUpdates) else executor

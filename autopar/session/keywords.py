@@ -1,6 +1,6 @@
-"""The keyword arguments of `autopar.plan`, `compile` and `load`: their meaning and their checks.
+"""The keyword arguments of `autopar.plan`, `compile` and `load`: documentation and checks.
 
-Those that belong together become one frozen value: `Options` of the plan, `Training` of the update,
+Related arguments become one frozen value: `Options` of the plan, `Training` of the update,
 `Running` of the program.
 """
 
@@ -46,10 +46,10 @@ from autopar.session.compiled import Running
 
 
 class AverageKeywords(TypedDict, total=False):
-    """Averages of parameters, which planning makes room for.
+    """Averages of parameters, for which planning reserves memory.
 
     Attributes:
-        ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
+        ema: decay of an exponential moving average of the parameters, such as 0.999; see
             `Session.ema_state_dict`.
     """
 
@@ -57,73 +57,71 @@ class AverageKeywords(TypedDict, total=False):
 
 
 class PlanKeywords(AverageKeywords, total=False):
-    """What is planned; all are optional.
+    """Options of the plan; all are optional.
 
     Attributes:
-        loss_fn: the loss of the model's output and of those arguments of a batch that it names,
-            such as labels that the model does not take. Without it the model returns its loss.
-        memory: bytes per device or text such as "64GiB", a hard limit; by default all there is.
-        unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
-        pins: what is fixed beforehand: layouts by name (see
-            `autopar/intra_op/pins/layout_pins.py`), plans of `autopar.pins`, `autopar.layout`,
-            or a list of these.
-        rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
-            proved on their examples first, and come before those that autopar has.
-        solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the
-            annotations of `autopar.shard`. Others are for comparison; see
-            `autopar/intra_op/solvers/`.
-        calibration: a file that `autopar calibrate` wrote on machines like these.
-        recompute: which repeated blocks compute their activations again in the backward: "auto"
-            as few as memory asks for, chosen with the layouts; "none"; "full" or "selective"
-            all of them; "full 8" the first eight. Selective keeps results of products and
-            attention.
-        stages: into how many stages the model is cut, each on a part of the mesh; "auto"
-            searches for the fastest stages, sub-meshes, microbatches and schedule together.
-        microbatches: into how many equal slices a batch is cut, along the first dimension of
-            all its tensors. Gradients are those of the mean of their losses; batch norms see
-            one microbatch at a time, under any schedule but those with two copies of a stage.
-        schedule: in which order stages and microbatches run, with its options if it takes any:
-            "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
-        global_batch: samples of a step, for `stages="auto"`; by default those of the example.
-        allow: "stale gradients" lets a schedule, or the search for one, update weights while
-            microbatches are under way: "2bw", "pipedream", "pipemare", "ampnet". That changes what
-            is computed.
-        state: how far parameters, gradients and optimizer state are split where devices hold
-            replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
-            default that is chosen for each parameter. See `autopar/intra_op/states.py`.
-        precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer
-            updates a master in float32 where its state lies; gradients are sent and added up in
-            float32. "fp32" leaves the model as it is, and None does what the plan says. With
-            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8", or without the
-            "bf16", gathers these as int8 blocks, which changes numerics. For others see
+        loss_fn: a function of the model's output and of arguments of the batch that it names, such
+            as labels that the model does not take; returns the loss. Without it, the model must
+            return its loss.
+        memory: limit per device in bytes or as text, "64GiB"; by default the usable memory.
+        unknown_ops: "replicate" runs operators without a sharding rule whole; "error" refuses them.
+        pins: layouts to fix: by name (see `autopar/intra_op/pins/layout_pins.py`), by published
+            plans of `autopar.pins`, by `autopar.layout`, or by a list of these.
+        rules: sharding rules for your own operators, made with `autopar.rule`; they are first
+            proved on their examples, and override built-in rules.
+        solver: "ilp" searches for the fastest plan; "propagate" follows pins and the annotations of
+            `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
+        calibration: a file that `autopar calibrate` wrote on such machines.
+        recompute: which repeated blocks recompute their activations in the backward: "auto" as few
+            as memory requires, chosen together with the layouts; "none"; "full" or "selective" all
+            of them; "full 8" the first eight. Selective recomputation keeps the results of products
+            and attention.
+        stages: number of pipeline stages, each on a part of the mesh; "auto" searches for the
+            fastest stages, sub-meshes, microbatches and schedule together.
+        microbatches: number of equal slices of a batch, along the first dimension of all its
+            tensors. Gradients are those of the mean of their losses; batch norms see one microbatch
+            at a time, except under schedules with two copies of a stage.
+        schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
+            "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
+        global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
+        allow: "stale gradients" admits schedules that update weights while microbatches are in
+            flight: "2bw", "pipedream", "pipemare", "ampnet". Training then differs from training on
+            one device.
+        state: sharding of parameters, gradients and optimizer state over replicas: "ddp", "zero1",
+            "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by default it is chosen for each
+            parameter. See `autopar/intra_op/states.py`.
+        precision: "bf16" or "fp16": the model computes and is stored in it, the optimizer updates a
+            float32 master with the layout of its state, and gradients are sent and summed in
+            float32. "fp32" leaves the model as it is, and None follows the plan. With "fp16" the
+            loss is scaled; see `Session.scaler`. "bf16 weights=int8", with or without "bf16",
+            gathers weights as int8 blocks, which changes numerics. For further options see
             `autopar.Precision`.
-        gradients: how gradients are compressed where that sends fewer bytes, which changes
-            numerics: "int8", "int4 blocks", "1-bit", "top-k 1 %" or "powersgd rank 4"; all but
-            the first add what they leave out to the next gradients. A part of the precision.
-        fuse: whether kernels take the place of operators that a model writes out: all or none
-            of the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step,
-            a list of their names, or a mapping that switches some off. On CPUs, where their
-            references run, they are no faster. "async_tensor_parallel", collectives of sequence
-            parallelism beside linears, is on only where it is named. A given plan says it by
-            itself.
-        offload: what lies in host memory while nothing needs it: "optimizer" its state, which
-            comes to the device bucket by bucket for the update, "activations" those that blocks
-            keep for their backward, "optimizer+activations", "activations 8" of the first eight
-            blocks that are not computed again, "auto" what memory asks for, or nothing.
-            Numerics stay.
-        collectives: the algorithms that run collectives: None leaves them to the library;
-            "auto" takes for each call, by its size and axes, the cheapest of all, the library's
-            own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
-            are made in the same dtype, in another order.
+        gradients: compression of gradients where that sends fewer bytes, which changes numerics:
+            "int8", "int4 blocks", "1-bit", "top-k 1 %" or "powersgd rank 4"; all but the first add
+            the omitted part to the next gradients. It is part of the precision.
+        fuse: whether kernels replace groups of operators: all or none of the patterns of
+            `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step, a list of names, or a
+            mapping that switches some off. On CPUs, their reference implementations run, which are
+            no faster. "async_tensor_parallel", collectives of sequence parallelism that overlap
+            with linears, is on only if named. A given plan keeps its own fusions.
+        offload: tensors to keep in host memory while they are not needed: "optimizer" its state,
+            which is copied to the device bucket by bucket for the update; "activations" those that
+            blocks save for their backward; "optimizer+activations"; "activations 8" of the first
+            eight blocks that are not recomputed; "auto" as memory requires; None nothing. Numerics
+            do not change.
+        collectives: algorithms of collectives: None uses the library's; "auto" takes the fastest
+            one for each call, by its size and axes, including the library's own; or rows such as
+            ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums keep their dtype, but add in
+            another order.
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
-            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
-            along other axes pass the same part. See `Session.data_rank`.
-        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            its own part, as from a DistributedSampler; "local over data" if ranks that differ along
+            other axes pass the same part. See `Session.data_rank`.
+        expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
             "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
-        outer: how replicas along independent axes of the mesh, which train apart, synchronise:
-            `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node, tau=12"; see
-            `autopar/outer.py`. That changes what is computed. Every replica takes its part of a
-            batch. A given plan says it by itself.
+        outer: how replicas along independent axes of the mesh, which train separately,
+            synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
+            tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
+            part of a batch. A given plan states its own method.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -153,25 +151,23 @@ class PlanKeywords(AverageKeywords, total=False):
 
 
 class TrainKeywords(AverageKeywords, total=False):
-    """How a program trains and runs; all are optional.
+    """Options of training and running; all are optional.
 
     Attributes:
-        clip_norm: bound of the global norm of the gradients.
-        groups: options of the optimizer by parameter: `autopar.groups({"*.bias":
-            {"weight_decay": 0.0}})`, or a function of a name and a parameter that returns them.
-        on_nonfinite: what becomes of a step with a loss or gradients that are NaN or infinite,
-            or whose norm is: "raise" a NonFiniteError on every rank, "skip" it, or "continue",
-            as torch does. A step that raises or is left out changes neither parameters nor
-            optimizer, average or buffers. See `Session.nonfinite_steps`.
-        backend: "eager", or "inductor" to have torch.compile compile what lies between two
-            calls of the mesh, kernels opaque inside; "aot_eager" does all of that but generate
-            code.
-        cuda_graph: whether the step is captured after a few and replayed from then on, which
-            saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
-            with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
-            the host.
-        shapes: for how many shapes of batches programs are compiled, as they come, over the same
-            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+        clip_norm: bound on the global norm of the gradients.
+        groups: options of the optimizer by parameter: `autopar.groups({"*.bias": {"weight_decay":
+            0.0}})`, or a function of a name and a parameter that returns them.
+        on_nonfinite: treatment of a step whose loss, gradients or gradient norm are NaN or
+            infinite: "raise" raises NonFiniteError on every rank, "skip" skips it, "continue"
+            updates anyway, as torch does. A step that raises or is skipped changes neither
+            parameters nor optimizer, average or buffers. See `Session.nonfinite_steps`.
+        backend: "eager", or "inductor" to compile the code between calls of the mesh with
+            torch.compile, with opaque kernels; "aot_eager" does the same without generating code.
+        cuda_graph: whether to capture the step after a few warm-up steps and replay it, which saves
+            the host's time for launching kernels. It needs CUDA devices with NCCL, AdamW as a
+            kernel (`fuse=["adamw"]`), and a step that never waits for the host.
+        shapes: number of batch shapes for which programs are compiled as they occur, with the same
+            parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
     """
 
@@ -184,13 +180,13 @@ class TrainKeywords(AverageKeywords, total=False):
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
-    """What is planned, how it is trained, and how it runs: those of both; all are optional."""
+    """Options of the plan, of training and of running; all are optional."""
 
 
 _CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
 _PATH = Or((Text(4096), Of((Path,), "a path")))
 _WORD = Text(1000)
-# The kinds of all arguments. What texts say is read where it is used.
+# Types of all arguments; texts are parsed where they are used.
 _CHECKS: dict[str, Check] = {
     "model": Of((nn.Module,), "a torch.nn.Module"),
     "loss_fn": Or((NOTHING, _CALLED)),
@@ -238,20 +234,22 @@ DEFAULTS: CompileKeywords = {
 
 
 def check(arguments: Mapping[str, Any], known: type) -> None:
-    """Refuse keywords that are unknown, and arguments of another kind.
+    """Refuses unknown keywords, and arguments of wrong types.
 
     Args:
-        arguments: all of them by name.
+        arguments: all arguments by name.
         known: the TypedDict of the keywords.
 
     Raises:
-        TypeError: there is no such keyword.
-        OptionError: an argument is of another kind.
+        TypeError: a keyword is unknown.
+        OptionError: an argument has the wrong type.
     """
     keywords = _keywords_of(known)
     for name in arguments:
         if name not in keywords and name not in _BESIDE:
-            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(keywords))}")
+            raise TypeError(
+                f"there is no option {name!r}; options are {', '.join(sorted(keywords))}"
+            )
     checked(OptionError, **{n: (v, _CHECKS[n]) for n, v in arguments.items() if n in _CHECKS})
 
 
@@ -268,23 +266,26 @@ def planning_options(
     model: nn.Module,
     plan: Plan | None = None,
 ) -> Options:
-    """What is planned.
+    """Returns the options of the plan.
 
     Args:
-        given: keywords by name; those left out have their defaults.
+        given: keywords by name; missing ones have their defaults.
         optimizer: of the training.
-        model: that is trained.
-        plan: one that is given, which says its precision and kernels by itself.
+        model: the model to train.
+        plan: a given plan, which keeps its own precision and kernels.
 
     Raises:
-        PlanMismatchError: the plan has another precision, or other algorithms of collectives, than
-            are asked for.
-        CollectiveError: a row of algorithms cannot be read.
-        OptionError, PrecisionError, ProblemError, ProgramError, PlanError: an option is nonsense.
+        PlanMismatchError: the plan's precision or algorithms of collectives differ from the
+            options.
+        CollectiveError: a row of algorithms cannot be parsed.
+        OptionError, PrecisionError, ProblemError, ProgramError, PlanError: an option is invalid.
     """
-    said = {**DEFAULTS, **given}
-    fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
-    rules, precision = said["rules"], _precision(plan, said["precision"], said["gradients"])
+    options = {**DEFAULTS, **given}
+    fuse = fusable(optimizer, choose(options["fuse"])) if plan is None else plan.fuse
+    rules, precision = (
+        options["rules"],
+        _precision(plan, options["precision"], options["gradients"]),
+    )
     trained = training(model, optimizer, given)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
@@ -292,71 +293,75 @@ def planning_options(
         "expert_load",
     )  # fmt: skip
     return Options(
-        **{name: said[name] for name in same},
+        **{name: options[name] for name in same},
         table=table(rules, accelerator()),
         precision=precision,
         fuse=fuse,
-        offload=said["offload"] or "none",
-        batches=_batches(plan, said["batches"]),
-        collectives=_collectives(plan, said["collectives"]),
+        offload=options["offload"] or "none",
+        batches=_batches(plan, options["batches"]),
+        collectives=_collectives(plan, options["collectives"]),
         update=observed(optimizer, trained.options, trained.ema is not None),
     )
 
 
 def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, Any]) -> Training:
-    """How the parameters are updated; ProgramError if that is nonsense."""
-    said = {**DEFAULTS, **given}
-    groups = options_of(model, said["groups"], getattr(optimizer, "roles", None))
-    return Training(optimizer, said["clip_norm"], groups, said["ema"], said["on_nonfinite"])
+    """Returns how the parameters are updated; raises ProgramError if an option is invalid."""
+    options = {**DEFAULTS, **given}
+    groups = options_of(model, options["groups"], getattr(optimizer, "roles", None))
+    return Training(
+        optimizer, options["clip_norm"], groups, options["ema"], options["on_nonfinite"]
+    )
 
 
 def running(given: Mapping[str, Any]) -> Running:
-    """How the program runs."""
-    said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"], said["shapes"])
+    """Returns how the program runs."""
+    options = {**DEFAULTS, **given}
+    return Running(options["backend"], options["cuda_graph"], options["shapes"])
 
 
 def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
-    """How replicas synchronise; what a plan says where one is given.
+    """Returns how replicas synchronise; a given plan states it.
 
     Raises:
         OptionError: a text cannot be read.
-        PlanMismatchError: the plan says another method.
+        PlanMismatchError: the plan has another method.
     """
     wanted = Outer.read({**DEFAULTS, **given}["outer"])
     if plan is None or wanted in (None, plan.outer):
         return wanted if plan is None else plan.outer
     raise PlanMismatchError(
         f"the plan's outer method is {plan.outer or 'none'}",
-        why=f"outer={str(wanted)!r} is asked for",
-        todo="leave out outer, or plan again",
+        why=f"outer={str(wanted)!r} is passed",
+        todo="omit outer, or plan again",
     )
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
-    """What a plan says, "auto", or the rows that are wanted."""
+    """Returns the algorithms of the plan, "auto", or the requested rows."""
     if plan is None:
         return wanted if isinstance(wanted, str) else ChosenAlgorithms.parse(wanted or ())
-    said = plan.stages[0].collectives
-    if wanted is not None and (isinstance(wanted, str) or ChosenAlgorithms.parse(wanted) != said):
+    planned = plan.stages[0].collectives
+    if wanted is not None and (
+        isinstance(wanted, str) or ChosenAlgorithms.parse(wanted) != planned
+    ):
         raise PlanMismatchError(
-            "the plan says by itself which algorithms run its collectives",
-            why=f"collectives={wanted!r} is asked for, and it has {len(said.rows)} rows",
-            todo="leave out collectives, or plan again",
+            "the plan already states the algorithms of its collectives",
+            why=f"collectives={wanted!r} is passed, and the plan has {len(planned.rows)} rows",
+            todo="omit collectives, or plan again",
         )
-    return said
+    return planned
 
 
 def _batches(plan: Plan | None, wanted: str) -> str:
-    """Returns who passes what of a batch: what a plan records, or what is wanted without one."""
+    """Returns the kind of batches of the plan, or without a plan the requested one."""
     if plan is None:
         return wanted
     recorded = plan.stages[0].asked.batches
     if wanted not in (GLOBAL, recorded):
         raise PlanMismatchError(
             f"the plan is for {recorded} batches",
-            why=f"batches={wanted!r} is asked for",
-            todo="leave out batches, or plan again",
+            why=f"batches={wanted!r} is requested",
+            todo="omit batches, or plan again",
         )
     return recorded
 
@@ -364,13 +369,13 @@ def _batches(plan: Plan | None, wanted: str) -> str:
 def _precision(
     plan: Plan | None, wanted: str | Precision | None, gradients: str | None
 ) -> Precision:
-    """The precision of a plan, or what is wanted without one."""
+    """Returns the plan's precision, or without a plan the requested one."""
     base = Precision.read(wanted) if plan is None or wanted is not None else plan.precision
     asked = base if gradients is None else replace(base, gradients=gradients)
     if plan is not None and asked != plan.precision:
         raise PlanMismatchError(
             f"the plan's precision is {str(plan.precision) or 'that of the model'}",
-            why=f"{str(asked) or 'that of the model'} is asked for",
-            todo="leave out precision and gradients, or plan again",
+            why=f"{str(asked) or 'that of the model'} is requested",
+            todo="omit precision and gradients, or plan again",
         )
     return asked

@@ -73,7 +73,7 @@ class Session(Trained, Checkpointed, Evaluating):
         self._example: dict[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile and load the program for batches like this one; the first step does it too."""
+        """Compiles and loads the program for batches like this one; the first step does so too."""
         self._refuse_closed()
         if self._executor is not None:
             return
@@ -87,7 +87,7 @@ class Session(Trained, Checkpointed, Evaluating):
         recorder.now("")
 
     def _start(self, compiled: Compiled, recorder: Recorder) -> None:
-        """Load a compiled program with the model's own weights."""
+        """Loads a compiled program with the model's own weights."""
         recorder.now("comparison of the ranks' programs")
         compare_ranks(
             {
@@ -102,21 +102,21 @@ class Session(Trained, Checkpointed, Evaluating):
         self._compiled, self.mesh = compiled, compiled.plan.mesh
 
     def adopt(self, compiled: Compiled) -> None:
-        """Train on by another compiled program of the same model; every rank calls it.
+        """Continues training with another compiled program of the same model; every rank calls it.
 
-        Parameters, averages and optimizer state move from the layouts of one plan to those of the
-        other in memory, and no step is lost: the losses that follow are those of a run that
-        was never interrupted. Learning-rate schedulers stay valid. Each rank needs host memory for
-        a copy of its part of the state meanwhile.
+        Parameters, averages and optimizer state move in memory from the layouts of one plan to
+        those of the other, and no step is lost: the following losses are those of an uninterrupted
+        run. Learning-rate schedulers stay valid. Meanwhile, each rank needs host memory for a copy
+        of its part of the state.
 
         Args:
-            compiled: made by `autopar.emit` or loaded from a folder, for as many devices as train.
+            compiled: from `autopar.emit` or a folder, for the same number of devices.
 
         Raises:
             ProgramError: it is of another model, or the session is closed.
             MeshError: it is for another number of devices.
             RanksDifferError: the ranks pass different programs.
-            CheckpointError: an asynchronous save failed, and nobody has asked for it.
+            CheckpointError: an asynchronous save failed, and its error has not been raised yet.
         """
         self._refuse_closed()
         check_processes(compiled.plan.mesh)
@@ -142,12 +142,12 @@ class Session(Trained, Checkpointed, Evaluating):
         recorder.now("")
 
     def _go_on(self, compiled: Compiled, snapshot: Snapshot, used: Optimizer) -> None:
-        """Load a compiled program with the state of the one before.
+        """Loads a compiled program with the state of the previous one.
 
         Args:
-            compiled: what runs from now on.
-            snapshot: what this rank held.
-            used: the optimizer until now, which schedulers may hold.
+            compiled: the program that runs from now on.
+            snapshot: this rank's state.
+            used: the previous optimizer, which schedulers may refer to.
         """
         nothing = {
             name: torch.empty_like(value, device="meta")
@@ -188,7 +188,7 @@ class Session(Trained, Checkpointed, Evaluating):
         """
         if not self.training:
             raise ProgramError(
-                "a step is called in evaluation",
+                "step is called in evaluation",
                 why="program.eval() was called",
                 todo="call program.train() before the step",
             )
@@ -219,11 +219,11 @@ class Session(Trained, Checkpointed, Evaluating):
     def _program_for(
         self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[Runnable, dict[str, Tensor]]:
-        """The program for a batch like this one, compiled if it is the first, and the batch."""
-        found = variants.find(args, kwargs, training)
-        if found is not None:
-            return found
-        # Ranks whose batch has a program already would wait for this one elsewhere.
+        """Returns the program, compiled if it is new, and the batch by name."""
+        known = variants.find(args, kwargs, training)
+        if known is not None:
+            return known
+        # A rank whose batch already has a program would wait for this rank in another call.
         executor = self._ready()
         executor.meet("step" if training else "forward")
         with executor.watch:
@@ -231,14 +231,15 @@ class Session(Trained, Checkpointed, Evaluating):
         return program, program.captured.inputs.flatten(args, kwargs)
 
     def close(self) -> None:
-        """Give back memory, threads, descriptors and process groups; every rank calls it.
+        """Releases memory, threads, descriptors and process groups; every rank calls it.
 
-        It waits for a checkpoint that is being written. The program shows its plan, graph and
-        source from then on, and everything else raises ProgramError. What is never closed is given
-        back when Python collects it. A program is a context manager, too, that closes itself.
+        It waits for a checkpoint that is being written. Afterwards the session still shows its
+        plan, graph and source, and everything else raises ProgramError. A session that is not
+        closed is released when Python collects it. A session is also a context manager, which
+        closes itself.
 
         Raises:
-            CheckpointError: a save beside the training failed, and nobody has asked for it.
+            CheckpointError: an asynchronous save failed, and its error has not been raised yet.
         """
         self._end(agreed=True)
 
@@ -323,17 +324,17 @@ class Session(Trained, Checkpointed, Evaluating):
         return self._saved
 
     def save(self, path: str | Path) -> Path:
-        """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
+        """Writes a folder that runs by itself under torchrun; every rank calls it, and one writes.
 
         Raises:
-            ProgramError: before the first batch, or the folder cannot be written.
+            ProgramError: there was no batch yet, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
         if executor.part.world > 1:
             raise ProgramError(
-                "a program of local batches is not saved to run by itself",
-                why="a rank has its part of a batch only",
-                todo="save program.compiled, and let autopar.load train by it",
+                "a program of local batches cannot be saved to run by itself",
+                why="each rank has only its part of a batch",
+                todo="save program.compiled, and train with autopar.load",
             )
         if not self._example:
             raise ProgramError(

@@ -7,16 +7,22 @@ CUDA streams and NCCL communicators do. What runs at a time shares the device:
   memory bandwidth, cache and multiprocessors;
 - a copy to the host or back, on a stream of its own each way, counts as a collective there;
 - n collectives on the same links get an n-th of their bandwidth each.
+
+With a host, its one thread issues all tasks in program order, and none begins before it is issued:
+a device whose kernels are short waits for its host. It never waits for the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from autopar.cost.host_copies import HostCopy
+from autopar.cost.kernel_tables import Host
 from autopar.cost.model import Work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
@@ -44,7 +50,9 @@ class Prices(Protocol):
         ...
 
 
-def run(tasks: Sequence[Task], model: Prices, slowdown: float) -> Timeline:
+def run(
+    tasks: Sequence[Task], model: Prices, slowdown: float, host: Host | None = None
+) -> Timeline:
     """When each task begins and ends, and what memory it takes.
 
     Args:
@@ -52,6 +60,7 @@ def run(tasks: Sequence[Task], model: Prices, slowdown: float) -> Timeline:
         model: prices.
         slowdown: how many times as long kernels and collectives take while they overlap, at least
             1; a figure of the device.
+        host: seconds in which tasks are issued; by default they are all there at once.
 
     Raises:
         SimulationError: a task waits for one that is not there or, through others, for itself; a
@@ -63,7 +72,15 @@ def run(tasks: Sequence[Task], model: Prices, slowdown: float) -> Timeline:
             why="what overlaps takes at least as long as what does not",
             todo="give a number of 1 or more",
         )
-    return _Engine(tuple(tasks), model, slowdown).run()
+    return _Engine(tuple(tasks), model, slowdown, host).run()
+
+
+def issue_seconds(task: Task, host: Host) -> float:
+    """Returns the seconds in which a host issues a task; copies count as kernels."""
+    if isinstance(task.what, Collective):
+        return host.collective
+    each = {"forward": host.operator, "backward": host.autograd, "optimizer": host.optimizer}
+    return each[task.phase] * (1 if isinstance(task.what, HostCopy) else len(task.what))
 
 
 @dataclass(slots=True)
@@ -74,8 +91,13 @@ class _Running:
 
 
 class _Engine:
-    def __init__(self, tasks: tuple[Task, ...], model: Prices, slowdown: float) -> None:
+    def __init__(
+        self, tasks: tuple[Task, ...], model: Prices, slowdown: float, host: Host | None
+    ) -> None:
         self.tasks, self.model, self.slowdown = tasks, model, slowdown
+        # When each task has been issued, and which is the next one; without a host all are.
+        times = () if host is None else (issue_seconds(task, host) for task in tasks)
+        self.issued, self.next = tuple(accumulate(times)), 0 if host else len(tasks)
         self.now = 0.0
         self.queues: dict[str, deque[int]] = {}
         self.readers: list[list[int]] = [[] for _ in tasks]
@@ -109,7 +131,8 @@ class _Engine:
     def run(self) -> Timeline:
         for stream in self.queues:
             self._begin(stream)
-        while self.running:
+        self._issue()
+        while self.running or self.next < len(self.tasks):
             self._advance()
         if self.done < len(self.tasks):
             self._deadlock()
@@ -121,7 +144,8 @@ class _Engine:
         streams = [stream]
         while streams:
             queue = self.queues[streams[-1]]
-            if streams[-1] in self.running or not queue or self.waits[queue[0]]:
+            late = not queue or queue[0] >= self.next
+            if streams[-1] in self.running or late or self.waits[queue[0]]:
                 streams.pop()
                 continue
             position = queue.popleft()
@@ -161,12 +185,22 @@ class _Engine:
                 freed.append(self.tasks[reader].stream)
         return freed
 
+    def _issue(self) -> None:
+        """Begin what has been issued by now and waits for nothing else."""
+        while self.next < len(self.tasks) and self.issued[self.next] <= self.now:
+            self.next += 1
+            self._begin(self.tasks[self.next - 1].stream)
+
     def _advance(self) -> None:
-        """Go on to the next completion."""
+        """Go on to the next completion, or to the time at which the next task is issued."""
         rates = self._rates()
         ends = {stream: task.left / rates[stream] for stream, task in self.running.items()}
-        passed = min(ends.values())
-        self.now += passed
+        passed = min(ends.values(), default=math.inf)
+        if self.next < len(self.tasks) and self.issued[self.next] <= self.now + passed:
+            passed = self.issued[self.next] - self.now
+            self.now = self.issued[self.next]
+        else:
+            self.now += passed
         if COMPUTE not in self.running:
             for task in self.running.values():
                 self.exposed[task.position] += passed / len(self.running)
@@ -181,6 +215,7 @@ class _Engine:
         for position in ended:
             for stream in self._finish(position):
                 self._begin(stream)
+        self._issue()
 
     def _rates(self) -> dict[str, float]:
         """How fast each running task goes, 1 for one that has the device to itself."""

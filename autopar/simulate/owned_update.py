@@ -1,7 +1,7 @@
-"""The update of whole parameters by their owners, in rounds: each owner has one parameter a round.
+"""The update of whole parameters by their owners, in rounds of one parameter per owner.
 
-While a device updates its parameter of one round, the next round arrives and the results of the one
-before leave. What is played is the device with the most to do.
+While a device updates its parameter of one round, it receives the parameter of the next round and
+sends the result of the previous one. The simulation follows the device with the most work.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.simulate.buffers import Buffer, Recorder
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter that one device updates for all.
+    """A parameter that one device updates for all devices.
 
     Attributes:
-        name: of its node.
+        name: name of its node.
         own: its type in the dtype of the update.
-        rule: how it is updated.
-        hops: the collectives that bring it to its owner, and at last the result back.
+        rule: the rule of its update.
+        hops: the collectives that send it to its owner; the last returns the result.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Owned:
 
 
 def most_states(owned: Sequence[Owned], devices: int) -> float:
-    """Returns the bytes of states that lie whole with the device that has most of them."""
+    """Returns the bytes of whole states on the device that stores most of them."""
     sums = [0.0] * devices
     owners = deal([each.rule.load(each.own.shape) for each in owned], devices)
     for each, owner in zip(owned, owners, strict=True):
@@ -46,11 +46,11 @@ def most_states(owned: Sequence[Owned], devices: int) -> float:
 
 
 def owned_update(recorder: Recorder, owned: Sequence[Owned], devices: int) -> None:
-    """Plays the rounds of a step.
+    """Records the tasks of all rounds of a step.
 
     Args:
-        recorder: takes the tasks.
-        owned: what owners update, in the order of the program.
+        recorder: records the tasks.
+        owned: parameters that owners update, in the order of the program.
         devices: number of owners.
     """
     loads = [each.rule.load(each.own.shape) for each in owned]
@@ -59,20 +59,20 @@ def owned_update(recorder: Recorder, owned: Sequence[Owned], devices: int) -> No
         rows[owner].append(item)
     rows.sort(key=lambda row: -sum(loads[item] for item in row))
     rounds = [[None if item is None else owned[item] for item in row] for row in zip_longest(*rows)]
-    coming = _sent(recorder, rounds[0], slice(None, -1), -1) if rounds else -1
-    going: list[tuple[int, Buffer | None]] = []
+    arrival = _sent(recorder, rounds[0], slice(None, -1), -1) if rounds else -1
+    results: list[tuple[int, Buffer | None]] = []
     for number, row in enumerate(rounds):
-        mine, arrived = row[0], coming
+        mine, arrived = row[0], arrival
         if number + 1 < len(rounds):
-            coming = _sent(recorder, rounds[number + 1], slice(None, -1), arrived)
+            arrival = _sent(recorder, rounds[number + 1], slice(None, -1), arrived)
         whole: Buffer | None = None
         if mine is not None:
             works = products_works(mine.rule.products, mine.own)
             recorder.compute(f"update of {mine.name} by its owner", mine.name, works, [arrived])
             whole = recorder.hold(recorder.allocate("temporary", mine.name, float(mine.own.nbytes)))
             recorder.scratch("temporary", f"for {mine.name}", 2.0 * mine.own.nbytes)
-        going.append((_sent(recorder, row, slice(-1, None), coming), whole))
-    for task, whole in going:
+        results.append((_sent(recorder, row, slice(-1, None), arrival), whole))
+    for task, whole in results:
         recorder.compute("results of owners", "", (), [task])
         if whole is not None:
             recorder.drop(whole)

@@ -1,4 +1,4 @@
-"""Unknown operators are replaced by their definitions, which compute the same in both directions."""
+"""Unknown operators are replaced by their definitions, which compute the same both ways."""
 
 from __future__ import annotations
 

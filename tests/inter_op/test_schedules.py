@@ -1,5 +1,4 @@
-"""Every schedule for 1 to 8 ranks and 1 to 16 microbatches: complete, in order, as fast as
-published.
+"""Every schedule for 1 to 8 ranks and 1 to 16 microbatches is complete and as fast as published.
 
 A few lines here simulate the rows, sharing no code with the simulator, which is compared with them;
 times and bubbles are compared with formulas from the publications.

@@ -1,6 +1,4 @@
-"""Overlap of gradients with the backward: the formula, the search for the least time, the
-simulator.
-"""
+"""Overlap of gradients with the backward: the formula, the search, the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule is proved on its examples and on the nodes of whole models; wrong rules are detected."""
+"""Every rule is proved on its examples and on nodes of whole models; wrong rules are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits that DTensor allows and the rules do not, each with its reason; new and stale ones fail."""
+"""Splits that DTensor allows and the rules do not, with reasons; new and stale ones fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not present stay within budgets of registers and instructions."""
+"""Kernels compiled for absent GPUs stay within budgets of registers and instructions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`autopar.shard` does nothing outside autopar, stays in a captured graph, and is parsed or
-refused.
-"""
+"""`autopar.shard` does nothing outside autopar, stays in captured graphs, and refuses bad texts."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, most=8)(1, 3, whole, 8)
     assert again.recompute == "full"
     assert again.per_microbatch < roomy.per_microbatch
-    assert again.forward == pytest.approx(roomy.forward, rel=0.05)
+    # A forward that runs twice may take other layouts, which weigh more forwards than backwards.
+    assert again.forward == pytest.approx(roomy.forward, rel=0.1)
     assert 1.2 < again.seconds / roomy.seconds < 1.4  # a third of the kernels run again
 
 
@@ -193,7 +194,7 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
         )
         seconds = play(one, lambda *_: 0.0)[1] + max(way.once for way in ways)
         tried.append(seconds)
-    assert found.found.bound <= found.found.best.seconds * (1 + 1e-9)
+    assert found.closed_form.bound <= found.closed_form.best.seconds * (1 + 1e-9)
     # The best is looked for by formulas, to which simulations come as near as that.
     assert found.seconds <= min(tried) * (1 + INEXACT)
 
@@ -212,7 +213,7 @@ def test_a_search_with_a_second_process_finds_the_same() -> None:
         )
     assert together.seconds == alone.seconds
     assert together.pipeline == alone.pipeline
-    assert together.found.calls == alone.found.calls
+    assert together.closed_form.calls == alone.closed_form.calls
 
 
 def test_a_block_beside_the_embedding_is_not_taken_for_one_of_the_run() -> None:

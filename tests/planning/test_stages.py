@@ -212,7 +212,7 @@ def test_stages_stand_where_the_schedule_wants_them(plan: Plan) -> None:
     assert placement_of(plan, CHAIN).ranks == (((0, 1), (2, 3)),)
     first, second = plan.stages
     turned = replace(plan, schedule="zb_v", stages=(first, second))
-    with pytest.raises(PlanError, match="do not stand as the schedule 'zb_v'"):
+    with pytest.raises(PlanError, match="are not placed as the schedule 'zb_v'"):
         placement_of(turned, CHAIN)
     with pytest.raises(ScheduleError, match="there is no schedule"):
         placement_of(replace(plan, schedule="2f2b"), CHAIN)

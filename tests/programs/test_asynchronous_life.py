@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kernel": ({"fuse": ["adamw"]}, "the kernel of AdamW"),
     "zero3": ({"state": "zero3"}, "gathered for every use"),
     "split": ({"state": "zero1", "schedule": "pipemare"}, "optimizer state is split"),
-    "compiled": ({"backend": "aot_eager"}, "stages under the schedule '2bw' are not compiled"),
+    "compiled": ({"backend": "aot_eager"}, "stages under the schedule '2bw' cannot be compiled"),
     "not allowed": ({"allow": ""}, "trains with stale gradients"),
 }
 

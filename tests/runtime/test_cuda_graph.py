@@ -150,21 +150,28 @@ def test_programs_on_cpus_and_pipelines_are_refused() -> None:
     step = partial(autopar.compile, model, example_inputs=batch, cuda_graph=True)
     with pytest.raises(ProgramError, match="a device of type cpu"):
         step("cpu: gpu=1", fuse=["adamw"])
+    with pytest.raises(ProgramError, match="a device of type cpu"):
+        step("cpu: gpu=1", fuse=["adamw"], microbatches=2)
     with pytest.raises(ProgramError, match="schedule of a pipeline"):
-        step("cpu: gpu=1", microbatches=2)
+        step("cpu: gpu=1", stages=2, microbatches=2)
 
 
-def test_the_part_of_a_step_that_is_captured_is_the_step() -> None:
+@pytest.mark.parametrize("parts", [{}, {"microbatches": 2}], ids=["one piece", "microbatches"])
+def test_the_part_of_a_step_that_is_captured_is_the_step(parts: dict[str, int]) -> None:
     """An executor's step through a graph that is none is its step as it is."""
     model, batch = net()
-    how = {"fuse": ["adamw"], "clip_norm": 0.5, "example_inputs": batch}
+    how = {"fuse": ["adamw"], "clip_norm": 0.5, "example_inputs": batch, **parts}
     one, other = (autopar.compile(model, "cpu: gpu=1", **how) for _ in range(2))
     executor = other._executor
+    if parts:
+        run, holder = partial(executor._flushed, executor.row), executor
+    else:
+        run, holder = partial(executor._step, executor.main), executor.main
 
     class Once(Graph):
         def __init__(self) -> None:
             def replay() -> None:
-                loss, norm = executor._step(executor.main, graph._inputs)
+                loss, norm = run(graph._inputs)
                 graph._results[0].copy_(loss)
                 graph._results[1].copy_(norm)
 
@@ -175,11 +182,11 @@ def test_the_part_of_a_step_that_is_captured_is_the_step() -> None:
 
     def step(inputs: Any) -> Results:
         if cuda.capturing is None:
-            return executor._step(executor.main, inputs)
+            return run(inputs)
         return torch.zeros(()), torch.zeros((), dtype=torch.float64)
 
     cuda = Captures()
-    graph = executor.main.graph = CudaGraph(step, executor.update.kernel.refresh, cuda)
+    graph = holder.graph = CudaGraph(step, executor.update.kernel.refresh, cuda)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.9) for p in (one, other)]
     for _ in range(2 * WARM):
         assert one.step(**batch) == other.step(**batch)

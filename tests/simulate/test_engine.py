@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost.kernel_tables import Host
 from autopar.cost.model import Work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
 from autopar.simulate import Task, Timeline, run
+from autopar.simulate.task import Phase
 from autopar.simulate.timeline import axes_of, cause_of, kind_of
 
 SLOW = 1.25
@@ -52,6 +56,38 @@ def test_a_chain_takes_the_sum() -> None:
     assert times(found) == [(0, 2), (2, 5), (5, 9)]
     assert (found.seconds, found.computing, found.exposed) == (9, 6, 3)
     assert found.utilisation == 6 / 9
+
+
+# A host's seconds for a kernel forwards and backwards, a collective and a kernel of the optimizer.
+HOST = Host(operator=3, autograd=5, collective=2, optimizer=7)
+
+
+def test_a_device_waits_for_a_slower_host_and_a_host_for_no_device() -> None:
+    tasks = kernel(1), kernel(1), send(1, "a", 0), kernel(20), kernel(1)
+    found = run(tasks, Plain(), SLOW, HOST)
+    assert times(found) == [(3, 4), (6, 7), (8, 9), (11, 31), (31, 32)]
+    assert run(tasks, Plain(), SLOW, Host()).spans == run(tasks, Plain(), SLOW).spans
+
+
+def test_each_kind_of_work_is_issued_at_its_own_price() -> None:
+    def of(phase: Phase, kernels: int) -> Task:
+        return replace(kernel(0), phase=phase, what=(Work("mm", 0, 0, "f32"),) * kernels)
+
+    tasks = of("forward", 2), of("backward", 3), send(0, "a"), of("optimizer", 1), of("forward", 0)
+    found = run(tasks, Plain(), SLOW, HOST)
+    assert [start for start, _ in times(found)] == [6, 21, 23, 30, 30]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_kernels_end_by_the_recurrence_of_two_stations(lengths: list[int]) -> None:
+    """A host and a device are two stations in a row, which each kernel passes in turn."""
+    found = run([kernel(length) for length in lengths], Plain(), SLOW, HOST)
+    ended = 0.0
+    for number, (length, (start, end)) in enumerate(zip(lengths, times(found), strict=True)):
+        assert start == max(ended, 3 * (number + 1))
+        ended = start + length
+        assert end == ended
 
 
 def test_a_fork_joins_at_the_longest_branch() -> None:

@@ -1,5 +1,4 @@
-"""Buffers that forwards write, on four ranks, in stages and in recomputed blocks, as in eager
-torch.
+"""Buffers that forwards write, on four ranks, in stages and in recomputed blocks.
 
 `python -m pytest tests/training/test_buffers.py -m ""` trains every model under every plan.
 """

@@ -1,4 +1,4 @@
-"""Collectives of int8 blocks: training against plain torch with the same rounding, bytes, prices."""
+"""Collectives of int8 blocks: training against plain torch that rounds alike, bytes, prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that no axis divides train like unsharded: prime vocabularies, 6 heads on 4, batch 3 on 2."""
+"""Sizes that no axis divides train like unsharded: a prime vocabulary, 6 heads on 4, batch 3."""
 
 from __future__ import annotations
 

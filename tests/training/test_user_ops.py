@@ -1,4 +1,4 @@
-"""The user's own operators are split with a rule, and run whole without one, which the plan lists."""
+"""The user's own operators are split with a rule, and run whole without one."""
 
 from __future__ import annotations
 

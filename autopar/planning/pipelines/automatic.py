@@ -138,10 +138,10 @@ def plan_pipeline(
     """
     with Workers(None if mesh.size >= MANY else 0) as workers:
         sized = OnMicrobatches(model, batch, mesh, options)
-        found = find_pipeline(sized, limit_of(mesh, options), progress, workers)
+        searched = find_pipeline(sized, limit_of(mesh, options), progress, workers)
         progress("planning the stages")
-        graph = sized.whole(found.pipeline.microbatches)
-        return found, plan_of(found, graph, mesh, options, trace, workers=workers)
+        graph = sized.whole(searched.pipeline.microbatches)
+        return searched, plan_of(searched, graph, mesh, options, trace, workers=workers)
 
 
 def find_pipeline(

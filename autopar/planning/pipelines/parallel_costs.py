@@ -70,10 +70,10 @@ class ParallelCosts:
                 rows[place].append(on)
                 requested.append((cell, place))
         answers = [iter(row) for row in self.workers.run(rows)]
-        candidates: dict[Cell, list[Candidate]] = {}
+        by_cell: dict[Cell, list[Candidate]] = {}
         for cell, place in requested:
-            candidates.setdefault(cell, []).extend(next(answers[place]))
-        self._known |= {cell: front(ways, cell[-1]) for cell, ways in candidates.items()}
+            by_cell.setdefault(cell, []).extend(next(answers[place]))
+        self._known |= {cell: front(row, cell[-1]) for cell, row in by_cell.items()}
 
     def _placed(
         self,

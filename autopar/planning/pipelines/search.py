@@ -60,14 +60,14 @@ class Searched:
         seconds: simulated seconds of its step.
         timeline: of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
-        found: the result of the search by closed forms.
+        closed_form: the result of the search by closed forms.
     """
 
     pipeline: Pipeline
     seconds: float
     timeline: Timeline
     others: tuple[tuple[Pipeline, float], ...]
-    found: Found
+    closed_form: Found
 
 
 def search(
@@ -135,7 +135,7 @@ def search(
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
     try:
-        found = partition(
+        partitioned = partition(
             kinds,
             parts,
             laws=laws,
@@ -159,7 +159,7 @@ def search(
         error.why += f"; {_SPARE:.0%} of {format_bytes(memory)} is kept free"
         raise
     played: list[tuple[float, Pipeline, Timeline]] = []
-    for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
+    for number, pipeline in enumerate((partitioned.best, *partitioned.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
             break
         timeline, seconds = play(pipeline, transfer)
@@ -168,7 +168,7 @@ def search(
     played.sort(key=lambda row: row[0])
     seconds, best, timeline = played[0]
     others = tuple((pipeline, simulated) for simulated, pipeline, _ in played[1:])
-    return Searched(best, seconds, timeline, others, found)
+    return Searched(best, seconds, timeline, others, partitioned)
 
 
 def plan_of(

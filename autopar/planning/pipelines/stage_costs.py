@@ -160,14 +160,14 @@ class StageCosts:
         """Returns the frontier within a share of a device."""
         if self.options.recompute != "auto":
             return self._on(asked, self.options.recompute, share)
-        found = self._on(asked, "none", share)
+        candidates = self._on(asked, "none", share)
         # The first stage of 1F1B keeps one microbatch for each stage of the pipeline.
         stages = math.ceil(len(self.layered(asked.microbatches).kinds) / asked.size)
         usual = share.in_flight[-1] if share.chunks > 1 else min(stages, share.in_flight[-1])
-        if asked.graph.repeats and not any(share.fits(w, usual, self.memory) for w in found):
-            found += self._on(asked, "full", share)
-            found += self._partly(asked, share)
-        return found
+        if asked.graph.repeats and not any(share.fits(w, usual, self.memory) for w in candidates):
+            candidates += self._on(asked, "full", share)
+            candidates += self._partly(asked, share)
+        return candidates
 
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
@@ -250,8 +250,8 @@ class StageCosts:
             nonlocal spare
             limited = memory < math.inf  # without a limit, choices within memory are not optimal
             near = self._near(key, size, in_flight) if limited else []
-            ways = [planned.candidate(ratios, choice, microbatches, label) for choice in near]
-            fits = [way for way in ways if share.fits(way, in_flight, memory)]
+            reused = [planned.candidate(ratios, choice, microbatches, label) for choice in near]
+            fits = [way for way in reused if share.fits(way, in_flight, memory)]
             if fits:
                 return min(fits, key=lambda way: way.seconds)
             for _ in range(_TRIES):
@@ -295,9 +295,9 @@ class StageCosts:
         ]
         candidates = []
         for kept in share.in_flight:
-            ways = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, self.memory)]
-            if ways:
-                candidates.append(min(ways, key=lambda way: way.seconds))
+            mixed = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, self.memory)]
+            if mixed:
+                candidates.append(min(mixed, key=lambda way: way.seconds))
         return candidates
 
     def _problem(self, asked: _Asked, recompute: str) -> tuple[StageProblem, list[float]]:

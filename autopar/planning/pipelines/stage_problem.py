@@ -44,10 +44,10 @@ class StageProblem:
             return None
         translated = []
         rows = zip(self.built.options, other.built.options, choice, strict=True)
-        for own, theirs, index in rows:
-            if own[index] not in theirs:
+        for own, others, index in rows:
+            if own[index] not in others:
                 return None
-            translated.append(theirs.index(own[index]))
+            translated.append(others.index(own[index]))
         return tuple(translated)
 
     def scaled(

@@ -85,7 +85,7 @@ def front(candidates: Sequence[Candidate], microbatches: int) -> tuple[Candidate
     """Returns candidates, the fastest first, without those that another one dominates.
 
     Args:
-        found: candidates.
+        candidates: to compare.
         microbatches: number of microbatches over which what a step does once is spread.
     """
 

@@ -1,1 +1,1 @@
-"""Calls of a program: the batch that it is given, the program that takes it, and its results."""
+"""Calls of a program: its batch, the program for that batch, and the results."""

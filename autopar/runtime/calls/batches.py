@@ -1,10 +1,10 @@
 """Checks the batches of a program, compares calls between ranks, and moves batches to the device.
 
-Before each call, the ranks compare the kind of call and checksums of its inputs. So a rank that
-makes another call, or whose data loader has diverged, is named instead of hanging the others. On
-accelerators a comparison would wait for the device, so only the first calls are compared. In
-addition, a checksum of all calls so far is part of the numbers that every step adds up before its
-update (`step_check.py`), which costs no waiting.
+Before each call, the ranks compare the kind of call and checksums of its inputs. So an error names
+a rank that makes a different call, or whose data loader has diverged; without it, the others would
+hang. On accelerators a comparison would wait for the device, so only the first calls are compared.
+In addition, every step sums a checksum of all calls so far across ranks, before its update
+(`step_check.py`). That sum adds no wait.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autopar.runtime.ranks.channel import Channel
 _COMPARED_CALLS = 10  # on accelerators
 _SMALL = 2**16  # up to this size in bytes, a checksum covers the bytes themselves
 _ROW = 1021  # a prime, so that reordered samples change the sums
-_BITS = 20  # of a token; see `step_check.py`
-_KEPT = 64  # latest calls that are compared one by one to find a difference
+_BITS = 20  # in a token; see `step_check.py`
+_KEPT = 64  # calls that are compared one by one to find a difference
 _MOST = 2**62 - 1
 TOKEN = "%token"  # no input has such a name
 
@@ -61,9 +61,9 @@ class Intake:
         part: the part of a batch that this rank passes.
 
     Attributes:
-        overlaps: whether a rank may begin a call before others have ended the previous one, so that
-            a comparison would make it wait.
-        compared: in how many calls ranks compare all the same.
+        overlaps: whether a rank may begin a call while others are still in the previous one; a
+            comparison would then make it wait.
+        compared: number of calls that are compared in any case.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Intake:
         self._reset()
 
     def _reset(self) -> None:
-        """Starts comparing from scratch, after ranks have differed."""
+        """Starts the comparison afresh after ranks have differed."""
         self._calls, self._host, self._own = 0, 0, 0
         self._away = torch.zeros((), dtype=torch.int64, device=self._device)
         self._past: deque[_Call] = deque(maxlen=_KEPT)
@@ -114,8 +114,8 @@ class Intake:
                 raise BatchError(
                     f"the input {name!r} is {given or 'missing'}",
                     why=f"the program was compiled for {wanted or 'no such input'}",
-                    todo="pass batches of one shape, or shapes=8 to compile, which then takes as "
-                    "many shapes as they come",
+                    todo="pass batches of one shape, or shapes=8 to compile, which then accepts up "
+                    "to 8 shapes",
                 )
         taken = {name: value.to(self._device) for name, value in batch.items()}
         return taken | {TOKEN: self._token()}
@@ -146,7 +146,7 @@ class Intake:
             raise self.differences()
 
     def _checksum(self, name: str, value: Tensor) -> int:
-        """Returns the checksum of an input on the host; adds one on a device to the sum there."""
+        """Returns the checksum of a CPU tensor; that of another tensor is summed on its device."""
         value, start = value.detach(), zlib.crc32(f"{name} {tensor_type(value)}".encode())
         if value.device.type == "cpu":
             return _checksum(value, start)
@@ -155,13 +155,13 @@ class Intake:
         return start
 
     def _token(self) -> Tensor:
-        """Returns a number for all calls so far, f64[] on the device."""
+        """Returns a checksum of all calls so far, f64[] on the device."""
         away = self._away if self._part.world == 1 else torch.zeros_like(self._away)
         token: Tensor = (away + self._host) & (2**_BITS - 1)
         return token.double()
 
     def _alike(self) -> bool:
-        """Returns whether all ranks make the same calls, those of one part on equal inputs."""
+        """Returns whether all ranks make the same call, with equal inputs if they pass one part."""
         assert self._everyone is not None
         parts = self._part.world
         numbers: list[int | None]
@@ -176,11 +176,11 @@ class Intake:
         return bool((span[:, 0] == -span[:, 1]).all())
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank passes, by rank; all of them call it."""
+        """Returns every rank's value, in the order of ranks; every rank must call it."""
         return [value] if self._everyone is None else self._everyone.all_gather_object(value)
 
     def differences(self) -> AutoparError:
-        """Returns the error that says how the ranks differ; all of them call it."""
+        """Returns the error that says how the ranks differ; every rank must call it."""
         ranks = self.gather(list(self._past))
         self._reset()
         for calls in zip(*ranks, strict=False):
@@ -193,7 +193,7 @@ class Intake:
                 other, alike = first.setdefault(call.part, (rank, call))
                 if call != alike:
                     return _difference(other, rank, alike, call)
-        return _of_batches("ranks that pass one part of a batch pass the same one")
+        return _of_batches("ranks that should pass the same part of a batch pass different ones")
 
 
 def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> AutoparError:
@@ -213,23 +213,23 @@ def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> Autop
             )
     names = {**first.options, **other.options}
     name = next(name for name in names if first.options.get(name) != other.options.get(name))
-    mine, its = (call.options.get(name, "nothing") for call in (first, other))
+    own, others = (call.options.get(name, "nothing") for call in (first, other))
     return RanksDifferError(
         f"the ranks differ in {name}",
         where=where,
-        why=f"rank {first_rank} has {mine}, rank {rank} has {its}",
+        why=f"rank {first_rank} has {own}, rank {rank} has {others}",
         todo="change the optimizer's options in the same way on every rank",
     )
 
 
 def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> BatchError:
-    """Parts of a batch that differ in size."""
+    """Returns the error of parts that differ in size."""
     name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
     types = (types.get(name, "missing") for types in (other, first))
     return BatchError(
         "the ranks pass parts of different sizes",
         where=f"rank {rank}",
-        why="the input {!r} of it is {}, of rank 0 {}".format(name, *types),
+        why="its input {!r} is {}, that of rank 0 is {}".format(name, *types),
         todo="pass parts of one size: drop the last batch (drop_last=True), or pad it",
     )
 

@@ -1,4 +1,4 @@
-"""Evaluated: what a forward without gradients leaves on this device."""
+"""Evaluated: the outputs of a forward without gradients on this device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Evaluated:
     Attributes:
         shards: output name -> this device's part of it.
         layouts: output name -> dtype, global shape and layout, "f32[8@data, 16, 96]".
-        gather: returns every output whole; a collective, so every rank calls it.
+        gather: returns every output whole; a collective, so every rank must call it.
     """
 
     shards: Mapping[str, Tensor]

@@ -12,11 +12,11 @@ from autopar.runtime.runtime import typed
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a batch a rank passes.
+    """The part of a batch that a rank passes.
 
     Attributes:
-        rank: its number, from 0; ranks that pass the same part have one number.
-        world: the number of different parts, 1 if every rank passes the whole batch.
+        rank: number of the part, from 0; ranks that pass the same part share it.
+        world: number of different parts; 1 if every rank passes the whole batch.
     """
 
     rank: int
@@ -31,7 +31,7 @@ def part_of(inputs: Mapping[str, str], comm: Communicator) -> Part:
 
     Args:
         inputs: name -> dtype, global shape and layout, "i64[8@data, 16]".
-        comm: the mesh.
+        comm: the communicator of the mesh.
     """
     layouts = [typed(text)[2] for text in inputs.values()]
     split = {axis for layout in layouts for axis in layout.sharded_axes}
@@ -45,11 +45,11 @@ def part_of(inputs: Mapping[str, str], comm: Communicator) -> Part:
 
 def local_types(inputs: Mapping[str, str], comm: Communicator) -> dict[str, TensorType]:
     """Returns the types of this rank's inputs by name; `inputs` as in `part_of`."""
-    found = {}
+    types = {}
     for name, text in inputs.items():
         dtype, shape, layout = typed(text)
-        found[name] = TensorType(dtype, layout.local_shape(shape, comm.mesh, comm.coordinate))
-    return found
+        types[name] = TensorType(dtype, layout.local_shape(shape, comm.mesh, comm.coordinate))
+    return types
 
 
 def texts_of(inputs: Mapping[str, str], comm: Communicator) -> dict[str, str]:

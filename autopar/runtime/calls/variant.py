@@ -1,8 +1,8 @@
 """Variants: further programs over the parameters of one executor.
 
-A model that is evaluated, or trained on batches of another shape, runs another graph. Its program
-stores every parameter exactly as the first one does, so both read the same tensors, and what the
-optimizer keeps belongs to both.
+Evaluation, and training on batches of another shape, run another graph. Its program stores every
+parameter exactly as the first program does. So both read the same tensors and share the states of
+the optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Variant:
 
     Attributes:
         program: the loaded program.
-        types: of this rank's inputs, by name, "i64[8, 16]".
+        types: dtypes and shapes of this rank's inputs by name, "i64[8, 16]".
         named: the tensors that it reads, by `Parameter.key`.
         writes: the new values of buffers within a step.
         graph: captures and replays its step; None to run the step as it is.
@@ -44,7 +44,7 @@ class Variant:
 
     @cached_property
     def chosen(self) -> ChosenAlgorithms:
-        """The algorithms that run its collectives; CollectiveError if its mesh cannot run one."""
+        """The algorithms of its collectives; CollectiveError if its mesh cannot run one."""
         return checked(self.program.collectives, self.program.mesh)
 
     @property
@@ -60,29 +60,30 @@ def variant_of(
     named: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
 ) -> Variant:
-    """Returns a program over tensors that another program stores.
+    """Loads a program over the tensors of another program.
 
     Args:
         program: the loaded program.
-        runtime: the mesh of both.
-        stored: the table of parameters of the first program.
-        named: this device's tensors of that table, by key.
-        values: constants that only the new program reads, by name, whole.
+        runtime: the mesh of both programs.
+        stored: parameters of the first program.
+        named: this device's tensors of these parameters, by key.
+        values: constants that only the new program reads: whole tensors by name.
 
     Raises:
-        ProgramError: it stores a parameter in another way, or trains one that the first does not.
+        ProgramError: the program stores a parameter differently, or trains one that the first
+            program does not train.
     """
     known = {parameter.key: parameter for parameter in stored}
     own = []
     for parameter in program.parameters:
-        held = known.get(parameter.key)
-        if held is None and not parameter.trainable and parameter.name in values:
+        shared = known.get(parameter.key)
+        if shared is None and not parameter.trainable and parameter.name in values:
             own.append(parameter)
-        elif held is None or not _alike(held, parameter):
+        elif shared is None or not _alike(shared, parameter):
             raise ProgramError(
                 "two programs of a session store a parameter differently",
                 where=parameter.key,
-                why=f"one stores {held and held.storage}, the other {parameter.storage}",
+                why=f"one stores {shared and shared.storage}, the other {parameter.storage}",
                 todo="compile both with the same options",
             )
     state = State(runtime, own)
@@ -93,7 +94,7 @@ def variant_of(
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:
-    """Returns whether one tensor serves both; what lies beside it matters to training alone."""
+    """Returns whether both can read one tensor; states beside it matter only to training."""
     same = (one.name, one.shape, one.dtype, one.piece) == (
         other.name, other.shape, other.dtype, other.piece
     )  # fmt: skip

@@ -37,13 +37,13 @@ class Row:
 
 def block_rows(weights: Iterable[Weight], when: str, bucket: int, mesh: Mesh) -> list[Row]:
     """Groups each block's parameters by their collectives, in buckets of about `bucket` bytes."""
-    found = rows(
+    grouped = rows(
         weights,
         lambda weight: weight.way(when),
         lambda weight: weight.storage.used.local_bytes(weight.type, mesh),
         bucket,
     )
-    return [Row(tuple(row)) for row in found]
+    return [Row(tuple(row)) for row in grouped]
 
 
 class Fetch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -24,6 +25,7 @@ from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import Part
+from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
@@ -58,10 +60,11 @@ class Pipeline(PipelineState):
         training: how the local parameters are updated.
         tied: further names of parameters.
         peers: the processes that run it; by default all.
+        cuda_graph: whether a step of one stage is captured and replayed.
 
     Raises:
         StateError: `values` does not fit the program.
-        ProgramError: the optimizer cannot work on shards.
+        ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Pipeline(PipelineState):
         *,
         tied: Mapping[str, str] | None = None,
         peers: Peers | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
         self.tied = dict(tied or {})
@@ -140,6 +144,7 @@ class Pipeline(PipelineState):
         self.watch = Watch.over(peers.ranks)
         self.watch.start()
         self._intake = Intake(device, self.everyone, self.part)
+        self.graph = self._graphed() if cuda_graph else None
         self.continuous: Continuous | None = None
         if not placement.flushes:
             refuse_what_cannot_stream(
@@ -209,17 +214,19 @@ class Pipeline(PipelineState):
                 compared = options if self.update.compared else {}
                 inputs = self._prepare(self.main, batch, "step", compared)
                 self.update.begin(options)
-                parts = self.main.parts(inputs)
-            if self.continuous is None:
-                return self._flushed(self.row, inputs, parts)
-            if self.placement.first and self.update.check.steps <= self.placement.first[0]:
-                row = self.placement.first[1][self.placement.row_of(self.rank)]
-                return self._flushed(row, inputs, parts)
-            return self._continued(self.continuous, inputs, parts)
+            run = self.graph or partial(self._flushed, self.row)
+            if self.continuous is not None:
+                first = self.placement.first
+                if first is None or self.update.check.steps > first[0]:
+                    return self._continued(self.continuous, inputs)
+                run = partial(self._flushed, first[1][self.placement.row_of(self.rank)])
+            loss, self.grad_norm = run(inputs)
+            self.update.check.end(self._intake.differences)
+        return loss
 
-    def _flushed(self, row: Row, inputs: Tensors, parts: Sequence[Tensors]) -> Tensor:
-        """A step of a row that ends with an update of all stages."""
-        part, losses = self.peers.recorder.part, list[Tensor]()
+    def _flushed(self, row: Row, inputs: Mapping[str, Tensor]) -> Results:
+        """Runs a row that ends with an update of all stages; returns loss and norm."""
+        part, losses, norm = self.peers.recorder.part, list[Tensor](), None
         self.update.check.keep(self._written)
         self.update.forget()
         for stage in self.stages.values():
@@ -229,7 +236,7 @@ class Pipeline(PipelineState):
         with self._states(row) as enter:
             played = self._played(self.main.post(), losses)
             share = self.update.scale / self.placement.microbatches
-            played.begin(parts, 0, enter, lambda stage: share)
+            played.begin(self.main.parts(inputs), 0, enter, lambda stage: share)
             for phase, actions in groupby(row, key=phase_of):
                 with part(PHASE, phase):
                     if phase == "microbatches":
@@ -239,20 +246,30 @@ class Pipeline(PipelineState):
                         self._synchronise(tuple(actions))
                     else:
                         seen = self._seen(losses, inputs)
-                        total, self.grad_norm = self.update.step(self._squares, seen)
+                        total, norm = self.update.step(self._squares, seen)
             played.post.finish()
-        self.update.check.end(self._intake.differences)
-        return total.to(seen.loss.dtype)
+        return total.to(seen.loss.dtype), norm
 
-    def _continued(
-        self, continuous: Continuous, inputs: Tensors, parts: Sequence[Tensors]
-    ) -> Tensor:
+    def _graphed(self) -> CudaGraph:
+        """Returns the object that captures and replays a step; raises ProgramError as `refuse`."""
+        kernel = self.update.kernel
+        refuse(
+            self.device,
+            random=any(module.random for module in self.modules),
+            offloaded=self.update.away is not None or any(m.stows for m in self.modules),
+            counted=kernel is not None,
+        )
+        assert kernel is not None
+        return CudaGraph(partial(self._flushed, self.row), kernel.refresh)
+
+    def _continued(self, continuous: Continuous, inputs: Tensors) -> Tensor:
         """A period of rows that do not flush."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
         # Generators that were alike stay so, and ranks that are steps apart cannot meet.
         alike = bool(continuous.ahead) and not continuous.filling
         with self._states(self.row, alike) as enter, part(PHASE, "microbatches"):
+            parts = self.main.parts(inputs)
             loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
         self._settle()
@@ -285,7 +302,7 @@ class Pipeline(PipelineState):
             names = [name for action in copied for name in action.names]
             self.copies.add_up(names if named else ())
 
-    def _seen(self, losses: Sequence[Tensor], inputs: Tensors) -> Seen:
+    def _seen(self, losses: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Seen:
         """What this rank has of a step besides gradients."""
         return Seen(
             self._share(losses),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.calls.batches import Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous
@@ -48,6 +49,7 @@ class PipelineState:
     everyone: Channel | None
     loaded: bool
     continuous: Continuous | None
+    graph: CudaGraph | None
     apart = None  # it is one replica
     placement: Placement
     modules: Sequence[Generated]
@@ -153,17 +155,22 @@ class PipelineState:
             stage.weights.cut()
             stage.weights.gather()
         self.update.settle()
-        if self.continuous is not None:
-            self.continuous.restart()
+        self._restart()
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         self._load(values)
         self.update.restart()
+        self._restart()
+        self.loaded = True
+
+    def _restart(self) -> None:
+        """Forgets what refers to the tensors before a load."""
         if self.continuous is not None:
             self.continuous.restart()
-        self.loaded = True
+        if self.graph is not None:
+            self.graph.reset()
 
     def _load(self, values: Mapping[str, Tensor], *, from_first: bool = False) -> None:
         """Deal out the values."""

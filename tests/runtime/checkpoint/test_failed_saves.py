@@ -1,4 +1,4 @@
-"""Failing saves: at every disk operation, without a reader of the error, and of non-finite values."""
+"""Saves that fail: at every disk operation, with an unread error, or with non-finite values."""
 
 from __future__ import annotations
 

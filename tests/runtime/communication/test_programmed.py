@@ -1,4 +1,4 @@
-"""Every algorithm on gloo ranks gives the result of the library's call, bitwise equal on all ranks."""
+"""Every algorithm on gloo ranks gives the library's result, bitwise equal on all ranks."""
 
 from __future__ import annotations
 
