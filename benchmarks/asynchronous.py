@@ -10,12 +10,17 @@ shown as they are.
 computing, so that four processes can share fewer cores, and writes seconds of a step next to the
 simulation of the same rows.
 
+`python benchmarks/asynchronous.py throughput --rate 100mbit` does so on two hosts of two ranks:
+network namespaces with a link of that rate, on which a message is timed in the same run. It needs
+root, ip and tc.
+
 `python benchmarks/asynchronous.py --table` prints the tables of docs/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import math
 import sys
@@ -23,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +49,9 @@ from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.plan import Plan
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.runtime.pipeline.stage import Stage
+from benchmarks.collectives import link
 from benchmarks.harness import PICTURES, markdown, read, write
+from benchmarks.hosts import launch, two_hosts
 
 RANKS, MICROBATCHES, BATCH = 4, 8, 64
 BLOCK = 5  # steps whose mean loss is written
@@ -61,6 +69,8 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 RATES = {("digits", "sgd"): 0.1, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.1,
          ("text", "adamw"): 3e-3}  # fmt: skip
 SECONDS = 0.02  # of a forward, and of each half of a backward
+# On two hosts messages are large enough for a slow link, and stages wait longer.
+WIDE, WIDER, SLOW = 512, 32, 0.06
 TIMED = ("1f1b", "zb_v", "2bw", "pipedream", "ampnet", "pipemare")
 COLOURS = ("#444444", "#1b7837", "#2166ac", "#b2182b", "#f4a582", "#762a83")
 
@@ -178,17 +188,50 @@ def _begin(rank: int, folder: str) -> None:
 
 
 def run_throughput(rank: int, folder: str, steps: int, warmup: int) -> None:
-    """One process of the stages that wait."""
+    """One process of the stages that wait, all on one host."""
     _begin(rank, folder)
-    rows = []
+    batch = next(batches("text", 1, 0))
+    time_schedules(folder, steps, warmup, net("text", 0), batch, SECONDS, [0.0] * (RANKS - 1))
+
+
+def run_on_hosts(folder: str, steps: int, warmup: int) -> None:
+    """One process of the stages that wait, on the first two or on the last two of four ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    batch = {k: torch.cat([v] * WIDER) for k, v in next(batches("text", 1, 0)).items()}
+    torch.manual_seed(0)
+    model = Net(True, CONTEXT, CHARACTERS, WIDE)
+    nbytes = 4 * WIDE * BATCH * WIDER // MICROBATCHES
+    hops = [link(at, at + 1, nbytes, 5) for at in range(RANKS - 1)]
+    time_schedules(folder, steps, warmup, model, batch, SLOW, hops)
+
+
+def time_schedules(
+    folder: str,
+    steps: int,
+    warmup: int,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    seconds: float,
+    hops: list[float],
+) -> None:
+    """Writes seconds of a step of every schedule beside the simulator's promise.
+
+    Args:
+        folder: for the rows.
+        steps, warmup: that are timed, and before them.
+        model, batch: what is trained.
+        seconds: of a rank's forward of a microbatch, and of each half of its backward.
+        hops: seconds of a message between neighbouring ranks.
+    """
+    rows, rank = [], dist.get_rank()
     for schedule in TIMED:
-        batch = next(batches("text", 1, 0))
         program = autopar.compile(
-            net("text", 0), MESH, example_inputs=batch, stages=8 if schedule == "zb_v" else RANKS,
-            microbatches=MICROBATCHES, schedule=schedule, allow="stale gradients",
+            copy.deepcopy(model), MESH, example_inputs=batch, microbatches=MICROBATCHES,
+            stages=8 if schedule == "zb_v" else RANKS, schedule=schedule, allow="stale gradients",
         )  # fmt: skip
         made = schedule_of(schedule, RANKS, MICROBATCHES)
-        part = SECONDS * RANKS / made.stages
+        part = seconds * RANKS / made.stages
         halves = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
         with ExitStack() as stack:
             for name, count in halves.items():
@@ -199,13 +242,14 @@ def run_throughput(rank: int, folder: str, steps: int, warmup: int) -> None:
             began = time.perf_counter()
             for _ in range(steps):
                 program.step(**batch)
-            seconds = torch.tensor((time.perf_counter() - began) / steps)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            spent = torch.tensor((time.perf_counter() - began) / steps)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
         program.close()
-        promised = promise(schedule)
+        promised = promise(schedule, seconds, hops)
         rows.append(
-            {"schedule": schedule, "microbatches": MICROBATCHES, "ms": 1e3 * float(seconds),
-             "simulated_ms": 1e3 * promised, "ratio": float(seconds) / promised}
+            {"schedule": schedule, "microbatches": MICROBATCHES, "ms": 1e3 * float(spent),
+             "steps_per_second": 1 / float(spent), "simulated_ms": 1e3 * promised,
+             "ratio": float(spent) / promised, "message_ms": 1e3 * max(hops)}
         )  # fmt: skip
         if rank == 0:
             print(rows[-1], flush=True)
@@ -215,14 +259,19 @@ def run_throughput(rank: int, folder: str, steps: int, warmup: int) -> None:
     dist.destroy_process_group()
 
 
-def promise(schedule: str) -> float:
-    """Seconds of a step, or of a period in the steady state, without a runtime."""
+def promise(schedule: str, seconds: float, hops: list[float]) -> float:
+    """Seconds of a step, or of a period in the steady state, without a runtime.
+
+    Arguments as of `time_schedules`.
+    """
     made = schedule_of(schedule, RANKS, MICROBATCHES)
-    part = SECONDS * RANKS / made.stages
+    part = seconds * RANKS / made.stages
     costs = [StageCost(part, part, part)] * made.stages
+    (ranks,) = made.placement
+    between = [hops[min(pair)] if pair[0] != pair[1] else 0.0 for pair in pairwise(ranks)]
     if made.flushes:
-        return simulate(made, costs).seconds
-    return steady(made, complete(made), costs)[0]
+        return simulate(made, costs, between).seconds
+    return steady(made, complete(made), costs, between)[0]
 
 
 def lasting(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -326,15 +375,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
+    parser.add_argument("--rate", help="of the link between two emulated hosts: 100mbit")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.worker:
+        run_on_hosts(arguments.worker, arguments.steps, 3)
+        return
     if arguments.what:
         with tempfile.TemporaryDirectory() as folder:
             if arguments.what == "convergence":
                 given = (folder, arguments.seeds, arguments.steps, arguments.data)
                 spawn(run_convergence, args=given, nprocs=RANKS)
+            elif arguments.rate:
+                with two_hosts(arguments.rate) as hosts:
+                    own = [__file__, "--worker", folder, "--steps", str(arguments.steps)]
+                    if code := launch(hosts, RANKS // 2, [sys.executable, *own]):
+                        sys.exit(code)
             else:
                 spawn(run_throughput, args=(folder, arguments.steps, 3), nprocs=RANKS)
-            name = f"asynchronous_{arguments.what}"
+            name = f"asynchronous_{'hosts' if arguments.rate else arguments.what}"
             print(write(name, torch.load(Path(folder, "rows.pt"))))
         if arguments.what == "convergence":
             file = PICTURES / "asynchronous.svg"

@@ -29,7 +29,7 @@ from typing import get_args
 
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.schedule import Schedule
-from autopar.inter_op.tied_updates import tied_updates
+from autopar.inter_op.schedules._tied_updates import tied_updates
 from autopar.ir.action import COMPUTE, COPIES, SYNC, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Queue, Step, Wiring
 

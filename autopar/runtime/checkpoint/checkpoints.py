@@ -16,7 +16,6 @@ from autopar.errors import AutoparError, CheckpointError, StateError
 from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint.apart import Scheduler as Scheduler
 from autopar.runtime.checkpoint.contents import (
-    Holder,
     OptimizerState,
     check_finite,
     optimizer_parts,
@@ -24,6 +23,7 @@ from autopar.runtime.checkpoint.contents import (
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
+from autopar.runtime.checkpoint.holder import Holder, fill
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
@@ -368,20 +368,4 @@ class Checkpoints:
         Raises:
             StateError: on every rank, if the model on the meta device has no values either.
         """
-        if self.holder.loaded:
-            return
-        lacking = [
-            name
-            for name, value in self._constants.items()
-            if value.is_meta and name in self.holder.shapes and f"buffer.{name}" not in stored
-        ]
-        if lacking:
-            raise StateError(
-                f"the program has no value of {', '.join(lacking)}",
-                why="it is not in a state_dict, and a model on the meta device has no value of it",
-                todo="make it persistent, or compile a model that has weights",
-            )
-        for h in self.holder.held:
-            value = self._constants.get(h.name)
-            if value is not None and not value.is_meta:
-                h.tensor.copy_(value[h.box.slices])
+        fill(self.holder, self._constants, stored)

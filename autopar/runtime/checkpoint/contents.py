@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,12 @@ from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
 from autopar.ir.tensor import Layout
-from autopar.runtime.checkpoint.apart import Apart
 from autopar.runtime.checkpoint.boxes import Box, box_of
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES, decode, encode
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weight, Weights
-from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.owners import Dealt
 from autopar.runtime.update.update import Update
 
@@ -96,48 +94,6 @@ class Held:
     def _box(self, layout: Layout) -> Box:
         comm, piece = self.state.comm, self.parameter.piece
         return box_of(layout, self.parameter.shape, comm.mesh, comm.coordinate, piece)
-
-
-class Holder(Protocol):
-    """A program on this rank."""
-
-    @property
-    def update(self) -> Update:
-        """The update of its parameters."""
-
-    @property
-    def watch(self) -> Watch:
-        """Stops this rank if another fails."""
-
-    @property
-    def apart(self) -> Apart | None:
-        """The state of independent replicas; None without any."""
-
-    loaded: bool
-
-    @property
-    def held(self) -> Sequence[Held]:
-        """Everything that this rank stores."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes of the state of all ranks, by name."""
-
-    @property
-    def streams(self) -> str:
-        """A fingerprint of a program that has work under way between two steps, else ""."""
-
-    def drain(self) -> None:
-        """Ends what is under way."""
-
-    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
-        """What is under way: a record of bytes, and tensors; None for nothing."""
-
-    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Goes on with what was under way in a program of the same fingerprint."""
-
-    def refresh(self) -> None:
-        """Rounds stored parameters again from their masters."""
 
 
 def held_of(

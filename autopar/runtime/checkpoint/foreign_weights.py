@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint.boxes import Box
-from autopar.runtime.checkpoint.contents import Holder
+from autopar.runtime.checkpoint.holder import Holder
 from autopar.runtime.checkpoint.index import MARKER, Chunk, Index, Stored
 from autopar.runtime.checkpoint.tensor_names import Names
 from autopar.runtime.checkpoint.values import dtype_name

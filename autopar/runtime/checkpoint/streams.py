@@ -12,7 +12,7 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.boxes import Box
-from autopar.runtime.checkpoint.contents import Holder
+from autopar.runtime.checkpoint.holder import Holder
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES

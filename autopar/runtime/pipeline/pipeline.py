@@ -126,12 +126,9 @@ class Pipeline(PipelineState):
         rounds = in_update([self.row])
         for stage in self.stages.values():
             if stage.runtime.gradients is None:
+                count, order = rounds[stage.number, stage.copy], self.update.order
                 stage.runtime.gradients = Gradients(
-                    stage.weights,
-                    device,
-                    rounds[stage.number, stage.copy],
-                    self.update.order,
-                    self.update.room,
+                    stage.weights, device, count, order, self.update.room
                 )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
@@ -153,10 +150,8 @@ class Pipeline(PipelineState):
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1
             self._interpreter = self._played(self.main.post(), [])
-            self.continuous = Continuous(
-                self.stages, placement, self.row, self._interpreter, self.update, self.copies,
-                self._intake.differences,
-            )  # fmt: skip
+            given = placement, self.row, self._interpreter, self.update, self.copies
+            self.continuous = Continuous(self.stages, *given, self._intake.differences)
 
     @property
     def part(self) -> Part:

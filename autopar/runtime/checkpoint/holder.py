@@ -1,0 +1,100 @@
+"""What checkpoints need of a program that is to be saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.errors import StateError
+from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.index import Index
+from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.update.update import Update
+
+
+class Apart(Protocol):
+    """The state of replicas that train apart, beside that of one program."""
+
+    def saved(self, own: Sequence[Part]) -> list[Part]:
+        """Returns what this rank saves, given its replica's parts; all ranks call it."""
+
+    def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
+        """Returns what this rank reads, given what its replica's program wants."""
+
+    def details(self) -> dict[str, Any]:
+        """Returns values that are alike on all ranks."""
+
+    def take(self, details: Any) -> None:
+        """Goes on from saved details, or begins anew without any that fit."""
+
+
+class Holder(Protocol):
+    """A program on this rank."""
+
+    @property
+    def update(self) -> Update:
+        """The update of its parameters."""
+
+    @property
+    def watch(self) -> Watch:
+        """Stops this rank if another fails."""
+
+    @property
+    def apart(self) -> Apart | None:
+        """The state of independent replicas; None without any."""
+
+    loaded: bool
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """Everything that this rank stores."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes of the state of all ranks, by name."""
+
+    @property
+    def streams(self) -> str:
+        """A fingerprint of a program that has work under way between two steps, else ""."""
+
+    def drain(self) -> None:
+        """Ends what is under way."""
+
+    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
+        """What is under way: a record of bytes, and tensors; None for nothing."""
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Goes on with what was under way in a program of the same fingerprint."""
+
+    def refresh(self) -> None:
+        """Rounds stored parameters again from their masters."""
+
+
+@torch.no_grad()
+def fill(holder: Holder, constants: Mapping[str, Tensor], stored: Container[str]) -> None:
+    """Sets buffers of a program without weights that no state_dict has and `stored` lacks.
+
+    Raises:
+        StateError: on every rank, if the model on the meta device has no values either.
+    """
+    if holder.loaded:
+        return
+    lacking = [
+        name
+        for name, value in constants.items()
+        if value.is_meta and name in holder.shapes and f"buffer.{name}" not in stored
+    ]
+    if lacking:
+        raise StateError(
+            f"the program has no value of {', '.join(lacking)}",
+            why="it is not in a state_dict, and a model on the meta device has no value of it",
+            todo="make it persistent, or compile a model that has weights",
+        )
+    for h in holder.held:
+        value = constants.get(h.name)
+        if value is not None and not value.is_meta:
+            h.tensor.copy_(value[h.box.slices])
