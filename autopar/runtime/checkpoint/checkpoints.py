@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError, StateError
 from autopar.runtime.checkpoint import publish
-from autopar.runtime.checkpoint.apart import Scheduler as Scheduler
 from autopar.runtime.checkpoint.contents import (
     OptimizerState,
     check_finite,
@@ -24,6 +23,7 @@ from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.holder import Holder, fill
+from autopar.runtime.checkpoint.holder import Scheduler as Scheduler
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts

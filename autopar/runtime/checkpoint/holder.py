@@ -16,6 +16,16 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.update import Update
 
 
+class Scheduler(Protocol):
+    """A learning-rate scheduler, as those of torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state needed to continue."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a saved state."""
+
+
 class Apart(Protocol):
     """The state of replicas that train apart, beside that of one program."""
 
