@@ -22,8 +22,7 @@ from autopar.runtime.checkpoint.contents import (
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
-from autopar.runtime.checkpoint.holder import Holder, fill
-from autopar.runtime.checkpoint.holder import Scheduler as Scheduler
+from autopar.runtime.checkpoint.holder import Holder, Scheduler, fill
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.runtime.checkpoint.checkpoints import Checkpoints, Scheduler
+from autopar.runtime.checkpoint.checkpoints import Checkpoints
+from autopar.runtime.checkpoint.holder import Scheduler
 from autopar.runtime.checkpoint.saving import Saving
 
 
