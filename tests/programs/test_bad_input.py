@@ -122,7 +122,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_trained(
 def test_what_makes_no_steps_is_no_optimizer(optimizer: Any) -> None:
     error = refused(ProgramError, lambda: planned(optimizer=optimizer))
     assert "optimizer" in error.what
-    assert "closure" in error.todo
+    assert "returns a torch optimizer" in error.todo
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_resnet() -> None:
 
 
 def test_two_copies_write_no_statistics() -> None:
-    with pytest.raises(StageError, match="a copy of the stage on two groups") as told:
+    with pytest.raises(StageError, match="copies of the stage on two groups") as told:
         Jobs([Case("resnet", "chimera", cut="operators")])
     assert told.value.where.endswith(("running_mean", "running_var", "num_batches_tracked"))
 

@@ -339,8 +339,11 @@ def wrong_batches_are_refused_and_survived() -> None:
         with pytest.raises(BatchError, match=why):
             program.step(**wrong)
         dist.barrier()
-        with pytest.raises(BatchError, match=why):
-            program(**wrong)
+        if wrong is half:  # evaluations take any number of rows
+            assert program(**half).isfinite()
+        else:
+            with pytest.raises(BatchError, match=why):
+                program(**wrong)
         dist.barrier()
     close(program.step(**batch), losses[0])
 

@@ -257,7 +257,7 @@ def test_nothing_is_drawn_without_dropout(ranks: list[dict[str, Any]]) -> None:
 
 def test_layouts_that_do_not_fit_are_refused(ranks: list[dict[str, Any]]) -> None:
     errors = ranks[0]["errors"]
-    assert "this rank holds [2, 8]" in errors["shape"]
+    assert "this rank's part is [2, 8]" in errors["shape"]
     assert "softmax runs over the keys" in errors["keys"]
     assert "softmax runs over the keys" in errors["owed"]
     assert "[2, 4, 6, 6]" in errors["weights"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import PinError
 from autopar.ir.state_sharding import shardings
 from tests.support.ranks import run_ranks
 from tests.support.state_sharding import ADAMW, Case, Jobs, Run, gpt2, llama, unsharded
@@ -88,11 +87,6 @@ def test_states_are_split_beside_tensor_parallelism(name: str, optimizer: str) -
     states = ["NNN", "NNG", "NGG", "GGG", "III over none", "NIG over none", "IIG over none"]
     cases = [replace(case, state=state) for state in states]
     train([*cases, replace(case, state="GGG", again=True)])
-
-
-def test_pins_that_split_parameters_do_not_go_with_an_optimizer_that_needs_them_whole() -> None:
-    with pytest.raises(PinError, match="optimizer's update mixes the elements"):
-        Jobs([Case("ddp", tensor=True, optimizer=ADAFACTOR)])
 
 
 @pytest.mark.slow

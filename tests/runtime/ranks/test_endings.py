@@ -87,7 +87,7 @@ def fail_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO fails before its graph is compared with the others'."""
     if rank == WHO:
         (folder / "failed").write_text(str(time.time()))
-        compiler.capture_call = failing_capture  # type: ignore[assignment]
+        compiler.capture_parts = failing_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
 
@@ -99,7 +99,7 @@ def die_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO is killed before its graph is compared with the others'."""
     if rank == WHO:
         (folder / "failed").write_text(str(time.time()))
-        compiler.capture_call = deadly_capture  # type: ignore[assignment]
+        compiler.capture_parts = deadly_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
 
