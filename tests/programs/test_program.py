@@ -339,7 +339,7 @@ def wrong_batches_are_refused_and_survived() -> None:
         with pytest.raises(BatchError, match=why):
             program.step(**wrong)
         dist.barrier()
-        if wrong is half:  # evaluations take any number of rows
+        if why == r"f64\[4, 16\]":  # evaluations take any number of rows
             assert program(**half).isfinite()
         else:
             with pytest.raises(BatchError, match=why):
