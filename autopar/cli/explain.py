@@ -251,11 +251,12 @@ def _assumptions(plan: StagePlan) -> Assumptions:
 
 def _key(entry: NodePlan) -> object:
     sides = (entry.operands, entry.results)
-    return tuple(tuple(_plain(layout) for _, layout in side) for side in sides)
+    return tuple(tuple(_plain(layout) for _, layout in s) for s in sides), entry.form
 
 
 def _option_key(option: Option) -> object:
-    return tuple(tuple(_plain(layout) for layout in s) for s in (option.operands, option.results))
+    sides = (option.operands, option.results)
+    return tuple(tuple(_plain(layout) for layout in s) for s in sides), option.form
 
 
 def _plain(layout: Layout) -> object:

@@ -115,6 +115,25 @@ def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -
     assert not found.stale
 
 
+def test_choices_of_equal_layouts_are_told_apart_by_their_forms() -> None:
+    graph, problem = built("gpt2")
+    best = solve(problem.problem, gap=0.0).choice
+    at = next(n for n, options in enumerate(problem.options) if any(o.form for o in options))
+    groups: dict[object, list[int]] = {}
+    for index, option in enumerate(problem.options[at]):
+        groups.setdefault((option.operands, option.results), []).append(index)
+    alike = max(groups.values(), key=len)
+    assert len(alike) > 2
+    computed = set()
+    for index in alike:
+        choice = (*best[:at], index, *best[at + 1 :])
+        entries, said = layouts(problem, graph, choice), problem.figures(choice)
+        found = explained(graph, StagePlan(fingerprint(graph), MESH, entries), 1e9)
+        assert sum(found.seconds.values()) == pytest.approx(said.step_seconds, rel=1e-9)
+        computed.add(said.compute_seconds)
+    assert len(computed) > 1
+
+
 @pytest.mark.parametrize("by", VIEWS)
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
