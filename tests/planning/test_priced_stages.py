@@ -107,7 +107,7 @@ def test_its_figures_are_those_of_the_plan(folder: Path, command: str) -> None:
     assert SEND <= own["stages"][1]["arriving"] < SEND + 0.01
     assert all(stage["forward"] > 0.01 for stage in own["stages"])
     closed = run(*arguments(folder, command, "--json", own=False))
-    assert f"made with the calibration {slow().fingerprint}; it is not given" in closed.stderr
+    assert f"made with the calibration {slow().fingerprint}; no calibration" in closed.stderr
     assert json.loads(closed.stdout)["step_seconds"] < own["step_seconds"] / 5
 
 
