@@ -16,10 +16,10 @@ from autopar.pins import data_parallel
 from autopar.plan_entries import Prediction
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.pipelines import stages as planning
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.simulated import stage_figures
 from autopar.planning.pipelines.stages import Devices, in_flight, plan_stages, stage_graphs
+from autopar.planning.pipelines.stages_at_once import by_in_flight
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
@@ -136,7 +136,7 @@ def test_plans_serve_the_numbers_in_flight(name: str) -> None:
         shell = StagePlan("", Mesh.parse("H100: gpu=1"), {})
         return replace(shell, predicted=Prediction(1.0 + (count > 2), peak_bytes=count))
 
-    found = planning._by_in_flight(kept, plan)
+    found = by_in_flight(kept, plan)
     assert sorted(found) == kept
     for count, one in found.items():
         assert count <= one.predicted.peak_bytes
