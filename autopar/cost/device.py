@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
-from autopar.cost.kernel_tables import Attention, Links, Products
+from autopar.cost.kernel_tables import Attention, Links, Products, Row
 from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
@@ -19,6 +20,7 @@ DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
 _MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
 _TABLES = ("products", "attention", "links")
+Table = TypeVar("Table", bound=Row)
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -129,9 +131,36 @@ class Device:
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """Returns the devices of devices.toml, in file order."""
+    """Returns the devices of devices.toml, in file order.
+
+    One without a row in a table of kernels has that of the nearest device, whose constants are
+    relative to peaks; the row's `measured` names where they come from.
+    """
     text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
-    return tuple(_from_table(name, table) for name, table in tomllib.loads(text).items())
+    found = [_from_table(name, table) for name, table in tomllib.loads(text).items()]
+    return tuple(
+        replace(
+            entry, products=_row(Products, entry, found), attention=_row(Attention, entry, found)
+        )
+        for entry in found
+    )
+
+
+def _row(table: type[Table], entry: Device, found: Sequence[Device]) -> Table:
+    """Returns a device's row, or the row of the device whose peak and bandwidth are nearest."""
+    if table.known(entry.name):
+        return table.of(entry.name)
+
+    def distance(other: Device) -> float:
+        ratios = (
+            entry.rate("f16", matmul=True) / other.rate("f16", matmul=True),
+            entry.memory_bandwidth / other.memory_bandwidth,
+        )
+        return math.hypot(*map(math.log, ratios))
+
+    near = min((other for other in found if table.known(other.name)), key=distance)
+    row = table.of(near.name)
+    return replace(row, measured=row.measured or near.name, error=0.0, spread=0.0)
 
 
 def _from_table(name: str, table: dict[str, Any]) -> Device:
@@ -141,7 +170,7 @@ def _from_table(name: str, table: dict[str, Any]) -> Device:
             f"device {name!r} in devices.toml has the wrong keys",
             why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
         )
-    kernels: dict[str, Any] = {"products": Products.of(name), "attention": Attention.of(name)}
+    kernels: dict[str, Any] = {"products": Products(), "attention": Attention()}
     kernels |= {"links": Links.of(name) if Links.known(name) else None}
     pairs = tuple(map(tuple, table.get("intra_pairs", ())))
     given = {**table, "peak": tuple(table["peak"].items()), "intra_pairs": pairs}

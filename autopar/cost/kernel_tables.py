@@ -3,7 +3,8 @@
 The first lines of each file say where the measurements come from, which rows were fitted and how
 far the others are off. A row holds the constants of one formula for one device; `measured` names
 the device whose measurements they were fitted to, which is another one where none are public: then
-the constants, which are relative to the device's own peaks, are taken over.
+the constants, which are relative to the device's own peaks, are taken over. A device without a row
+takes over the nearest device's (cost/device.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Row:
     measured: str = ""
     error: float = 0.0
     spread: float = 0.0
+
+    @classmethod
+    def known(cls, device: str) -> bool:
+        """Returns whether the table has a row for a device."""
+        return device in _rows(cls.FILE)
 
     @classmethod
     def of(cls, device: str) -> Self:
@@ -167,11 +173,6 @@ class Links(Row):
     third_share: float = 1.0
     direct_hop: float = 0.0
     switch_base: float = 0.0
-
-    @classmethod
-    def known(cls, device: str) -> bool:
-        """Returns whether the table has a row for a device."""
-        return device in _rows(cls.FILE)
 
 
 @dataclass(frozen=True)

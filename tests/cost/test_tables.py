@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from importlib import resources
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -105,6 +107,21 @@ def test_every_device_has_a_row_that_says_what_it_was_fitted_to() -> None:
     assert CHIP.products.error < 0.08
     assert CHIP.products.spread < 0.25
     assert CHIP.attention.error < 0.12
+
+
+def test_a_device_without_rows_is_priced_as_the_nearest(tmp_path: Path) -> None:
+    """A slower H200 by another name; its constants are H100's, as nothing else was measured."""
+    text = resources.files("autopar.cost").joinpath("devices.toml").read_text("utf-8")
+    made = text[text.index("[H200]") : text.index("[B200]")].replace("[H200]", "[Z9000]")
+    made = made.replace("memory_bandwidth = 4.8e12", "memory_bandwidth = 4e12")
+    (tmp_path / "devices.toml").write_text(text + made, encoding="utf-8")
+    with patch.object(resources, "files", lambda _: tmp_path):
+        found = devices.__wrapped__()[-1]
+    h100 = next(entry for entry in devices() if entry.name == "H100")
+    assert (found.name, found.memory_bandwidth) == ("Z9000", 4e12)
+    assert found.products == dataclasses.replace(h100.products, error=0.0, spread=0.0)
+    assert found.attention == dataclasses.replace(h100.attention, error=0.0, spread=0.0)
+    assert found.links is None
 
 
 @pytest.mark.parametrize("table", [Products, Attention])

@@ -117,8 +117,7 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, most=8)(1, 3, whole, 8)
     assert again.recompute == "full"
     assert again.per_microbatch < roomy.per_microbatch
-    # A forward that runs twice may take other layouts, which weigh more forwards than backwards.
-    assert again.forward == pytest.approx(roomy.forward, rel=0.1)
+    assert again.forward == pytest.approx(roomy.forward, rel=0.05)
     assert 1.2 < again.seconds / roomy.seconds < 1.4  # a third of the kernels run again
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.runtime.calls.variant import Variant
 from autopar.runtime.executor import Executor
 from autopar.runtime.offload.host_streams import Host, Put
 from autopar.simulate import Task
@@ -64,11 +65,11 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
     executor.step(batch)
     forward = executor._forward
 
-    def marked(inputs: Mapping[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    def marked(variant: Variant, inputs: Mapping[str, Tensor], **more: Any) -> dict[str, Tensor]:
         found.begin = len(alive.curve)
-        outputs = forward(inputs, **more)
+        outputs = forward(variant, inputs, **more)
         # The executor goes on with the loss alone.
-        loss = {executor.program.loss: outputs[executor.program.loss]}
+        loss = {variant.program.loss: outputs[variant.program.loss]}
         del outputs
         alive.curve.append(("end of forward", alive.live))
         found.forward = len(alive.curve)

@@ -86,12 +86,17 @@ class StageProblem:
     ) -> Candidate:
         """Returns the seconds and bytes of a choice, with each run `ratios` times as long."""
         built = self.built
-        whole = beside = reduced = gathered = backward = update = fixed = each = small = 0.0
+        whole = beside = reduced = gathered = update = fixed = each = small = 0.0
+        forward = backward = again = 0.0  # of kernels
         for at, (node, index, run) in enumerate(
             zip(built.problem.nodes, choice, self.grows, strict=True)
         ):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * node.cost[index]
+            once_forward = ratio * _at(built.forward, node.name, index)
+            forward += once_forward
+            count = self.counts[run] if run >= 0 else 1
+            again += once_forward * built.again.get(node.name, 0) / count
             backward += ratio * _at(built.backward, node.name, index)
             beside += ratio * _at(built.beside, node.name, index)
             if node.name in built.once:
@@ -108,10 +113,11 @@ class StageProblem:
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
         seconds = whole - (reduced + gathered) / microbatches
-        # Kernels take half as long in the forward; recomputation counts as backward, and
-        # communication takes about as long in both directions.
-        kernels = backward if self.recompute == "none" else 1.5 * backward
-        after = min(kernels + (seconds - kernels - backward / 2) / 2, seconds)
+        # Recomputation counts as backward; communication takes about as long in both directions,
+        # and once more as in the forward if that runs again.
+        sent = seconds - forward - backward - again
+        share = 2 / 3 if self.recompute == "full" else 1 / 2
+        after = min(backward + again + share * sent, seconds)
         # Once in a step: reductions, which overlap with the last backward, then the update.
         inside = min(reduced, microbatches * beside)  # 0 if the backward waits
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside

@@ -106,7 +106,7 @@ def plan_stages(
 ) -> Plan:
     """Plans a pipeline whose cuts and devices are given.
 
-    Equal stages on equal meshes are planned together; see `_by_in_flight`. The plan's predictions
+    Equal stages on equal meshes are planned together; see `by_in_flight`. The plan's predictions
     are simulated.
 
     Args:
