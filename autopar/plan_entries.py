@@ -190,6 +190,7 @@ class Asked:
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
         batches: whether a rank passes the whole batch or its part.
+        expert_load: the frequency of each expert that prices assumed.
     """
 
     recompute: str = "auto"
@@ -197,6 +198,7 @@ class Asked:
     solver: str = "ilp"
     unknown_ops: str = "replicate"
     batches: str = "global"
+    expert_load: str = "equal"
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -208,6 +210,7 @@ class Asked:
         texts = ("recompute", "offload", "solver", "unknown_ops", "batches")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
+            "expert_load": (Text(2**20), UNASKED.expert_load),
             "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }
         entries = _entries("asked", table, checks)

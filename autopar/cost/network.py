@@ -70,6 +70,13 @@ class Network:
                     (part for part in parts if part.size > 1), lambda part: part._replace(size=0)
                 )
             )
+            if any(level.resource != INTRA for level in merged):
+                # The table of links was measured on groups inside a node.
+                own = library(self.device.library, self.device.intra_link)
+                merged = tuple(
+                    level._replace(library=own) if level.resource == INTRA else level
+                    for level in merged
+                )
             self._levels[axes] = tuple(self._by_pairs(level, axes) for level in merged)
         return self._levels[axes]
 

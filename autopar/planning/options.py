@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ class Options:
             offload=plan.asked.offload,
             collectives=plan.collectives,
             batches=plan.asked.batches,
+            expert_load=plan.asked.expert_load,
         )
         if recorded.memory == math.inf:  # the plan records no limit
             others.setdefault("memory", None)
@@ -149,7 +150,8 @@ class Options:
     @property
     def asked(self) -> Asked:
         """The options that a plan records besides its layouts."""
-        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops, self.batches)
+        names = [field.name for field in fields(Asked)]
+        return Asked(**{name: getattr(self, name) for name in names})
 
     @property
     def searches_stages(self) -> bool:

@@ -27,7 +27,7 @@ OPTIONS = partial(Options, stages=4, microbatches=MICROBATCHES, allow="stale gra
 
 @pytest.fixture(scope="module")
 def captured() -> Captured:
-    model, batch = gpt2(4, batch=8)
+    model, batch = gpt2(4, batch=8, tie_word_embeddings=False)
     return capture_call(Call(model, (), batch), OPTIONS(), TRACE, MICROBATCHES)
 
 

@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "offload": "optimizer",
     "update": Update.parse(["a b whole -> row[a 1], col[1 b]", "* -> momentum_buffer[*]"]),
     "batches": "local over gpu",
+    "expert_load": "zipf 0.5",
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
 # A plan cannot say these: functions and files, and how its own stage came to be.
