@@ -335,7 +335,7 @@ class LocalUpdates:
         return values
 
     def _written(self) -> Sequence[Tensor]:
-        """Floating-point buffers, such as running statistics, which differ between replicas."""
+        """Returns floating-point buffers, such as running statistics; they differ by replica."""
         return [t for t in self._tensors if not t.requires_grad and t.is_floating_point()]
 
     def state_dict(self, average: bool = False) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import Method, Now
 from autopar.runtime.ranks.channel import Channel, Waiting
 
-EXPOSED = 0.05  # of a step's seconds, where a synchronisation cannot be hidden
-_STEADY = 0.1  # relative change of tau that is none
-_LOSS, _STEP, _SYNC = range(3)  # places in what replicas tell
+EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
+_STEADY = 0.1  # relative change of tau that is ignored
+_LOSS, _STEP, _SYNC = range(3)  # positions in a replica's report
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Rounds:
         buckets: this device's tensors.
         channel: the peers; None for a single replica.
         slowest: returns the largest of some numbers over the devices of the replica.
-        settle: makes what is held of changed tensors.
+        settle: updates the stored parameters from changed tensors.
 
     Attributes:
         report: of the last round.
-        steps: made so far.
-        at: steps made in this round.
-        count: replicas that take part.
+        steps: number of steps so far.
+        at: number of steps in this round.
+        count: number of replicas.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Rounds:
         if self._departed and all(bucket.is_sent for bucket in self.buckets):
             self._sync, self._departed = time.perf_counter() - self._departed, 0.0
 
-    # What is due -------------------------------------------------------------------------------
+    # Synchronisation ------------------------------------------------------------------------------
 
     def _prompt(self, now: Now) -> None:
         """Sends and applies the fragments that are due."""
