@@ -1,4 +1,4 @@
-"""Arguments of `compile` as texts, so that ranks can compare what they were called with."""
+"""Converts the arguments of `compile` to texts, so that ranks can compare their calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from autopar.plan import Plan
 from autopar.runtime.ranks.agreement import text_of
 from autopar.runtime.update.optimizer import OptimizerFactory, sample
 
-_OWN = ("trace", "dump")  # where each rank writes
+_OWN = ("trace", "dump")  # output paths of each rank
 
 
 def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the arguments of a call, of the versions that it runs on and of torch's settings.
+    """Returns texts of the arguments of a call, of versions, and of torch's settings.
 
     Args:
-        given: all of them by name, as they were passed.
+        given: all arguments by name.
     """
     found = {"the version of Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {f"the version of {name}": metadata.version(name) for name in ("torch", "autopar")}
@@ -48,20 +48,20 @@ def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of_graph(graph: Graph) -> str:
-    """A graph's operators, a line each, whatever the user's lines are that they come from."""
+    """Returns a graph's operators, a line each, without references to the user's source."""
     return "\n".join(format_node(replace(node, source=Source())) for node in graph.nodes)
 
 
 def text_of_program(source: str) -> str:
-    """A generated program without its comments."""
+    """Returns a generated program without its comments."""
     return re.sub(r" *#.*", "", source)
 
 
 def _text(name: str, value: Any) -> str:
-    """The text of one argument."""
+    """Returns the text of one argument."""
     if isinstance(value, nn.Module):
         return "\n".join(_lines(value))
-    if isinstance(value, Plan):  # the seconds of a search are those of a rank
+    if isinstance(value, Plan):  # the measured seconds of a search differ between ranks
         return value.without_solver().to_toml()
     if isinstance(value, Mesh):
         return str(value)
@@ -75,7 +75,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _lines(model: nn.Module) -> Iterator[str]:
-    """What a model consists of, without its values: the first rank's count."""
+    """Yields the structure of a model without its values, which are taken from the first rank."""
     yield text_of(type(model))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         frozen = "" if parameter.requires_grad else " frozen"
@@ -87,10 +87,10 @@ def _lines(model: nn.Module) -> Iterator[str]:
 
 
 def _optimizer(factory: OptimizerFactory) -> str:
-    """The optimizer that a factory makes, with its options; how it is made, where it makes none."""
+    """Returns the optimizer that a factory creates with its options; on failure, the error."""
     try:
         made = sample(factory)
-    except ProgramError as error:  # as every rank will say by itself
+    except ProgramError as error:  # every rank raises this error later
         return str(error)
     options = [
         f"group {number}: {name} {text_of(value)}"
@@ -103,7 +103,7 @@ def _optimizer(factory: OptimizerFactory) -> str:
 
 
 def _contents(path: Path) -> str:
-    """A file's text, whatever it is called; what cannot be read is refused where it is used."""
+    """Returns the text of a file without its name; unreadable files are refused on use."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +111,7 @@ def _contents(path: Path) -> str:
 
 
 def _types(value: Any) -> Any:
-    """A batch with types in the place of tensors, whose values may differ."""
+    """Replaces the tensors of a batch by their types, because values may differ."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

@@ -77,7 +77,7 @@ class Compiled:
 
     Attributes:
         plan: the plan.
-        captured: the model; for a pipeline, on one microbatch and only normalised.
+        captured: the captured model; for a pipeline, on one microbatch and only normalised.
         sources: the generated Python of every stage.
         facts: of the captured model; see `model_facts.py`.
     """
@@ -99,9 +99,9 @@ class Compiled:
         """Emits the programs of a plan.
 
         Args:
-            captured: the model; for a pipeline, on one microbatch.
+            captured: the captured model; for a pipeline, on one microbatch.
             plan: its plan.
-            options: give the rules for layouts and the prices for comments.
+            options: sharding rules, and prices for comments.
             trace: writes the sources.
             facts: of the model.
 
@@ -251,7 +251,7 @@ class Compiled:
         return compiled
 
     def files(self, training: Training) -> dict[str, str]:
-        """Returns the text files of a folder that runs by itself; see `runtime/folder.py`."""
+        """Returns the text files of a standalone folder; see `runtime/folder.py`."""
         if self.plan.outer is not None:
             raise ProgramError(
                 "a folder that runs by itself has no replicas that train apart",
@@ -286,7 +286,7 @@ class Compiled:
 
 
 def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
-    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut so."""
+    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut."""
     return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)
 
 

@@ -1,12 +1,12 @@
-"""A Compiled as a folder that one process writes and all load.
+"""Saves a Compiled as a folder that one process writes and all processes load.
 
-compiled.toml           versions and fingerprint; written last, a folder without it is not whole
-plan.toml, graph.txt    what the programs were made from
+compiled.toml           versions and fingerprint; written last, so a folder without it is partial
+plan.toml, graph.txt    inputs of the generated programs
 stage_0.py, ...         the generated source of every stage
-call.json               how batches and results map to named tensors, and facts of the model
-constants.safetensors   tensors of the trace that are no buffers of the model
+call.json               mapping of batches and results to named tensors, and facts of the model
+constants.safetensors   tensors of the trace that are not buffers of the model
 
-The sources are code, so a folder of somebody else is to be trusted like a script.
+The sources are code, so load a folder only if you trust its author.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _TENSOR, _CONSTANT = "a tensor", "a constant"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds; see `Compiled`.
+    """The contents of a folder; see `Compiled`.
 
     Attributes:
-        plan: how the model runs.
-        captured: the model.
+        plan: the plan.
+        captured: the captured model.
         sources: of every stage.
         facts: of the model.
-        fingerprint: of all of this.
+        fingerprint: digest of all of these.
     """
 
     plan: Plan
@@ -65,14 +65,14 @@ class Contents:
 
 
 def write(contents: Contents, path: str | Path) -> Path:
-    """Write a folder, whole or not at all.
+    """Writes a folder atomically.
 
     Returns:
         The folder.
 
     Raises:
-        ProgramError: the batch or the results hold what cannot be saved as data, or the folder
-            cannot be written.
+        ProgramError: the batch or the results contain something that cannot be saved as data, or
+            the folder cannot be written.
     """
     captured = contents.captured
     constants = {
@@ -114,15 +114,15 @@ def _call_to_json(captured: Captured, facts: Mapping[str, str]) -> dict[str, Any
 
 
 def read(path: str | Path, model: nn.Module) -> Contents:
-    """Read a folder that `write` wrote, for the model that it was compiled from.
+    """Reads a folder that `write` wrote, for the model from which it was compiled.
 
     Args:
         path: the folder.
-        model: built as the compiled one was; its values may differ, also be on the meta device.
+        model: equal to the compiled model except for its values; may be on the meta device.
 
     Raises:
-        ProgramError: the folder is missing or damaged, or is for another model or another version
-            of torch; says what differs.
+        ProgramError: the folder is missing or damaged, or is for another model or version of
+            torch; says what differs.
         PlanError: its plan is damaged.
     """
     place = Path(path)
@@ -151,7 +151,7 @@ def read(path: str | Path, model: nn.Module) -> Contents:
 
 
 def _head(place: Path) -> dict[str, Any]:
-    """The entries of compiled.toml; ProgramError if they are damaged or of another version."""
+    """Returns the entries of compiled.toml; ProgramError if damaged or of another version."""
     where = str(place)
     fields = Fields(HEAD.toml(HEAD.text(place / MARKER), where), ProgramError, where)
     version, made_with = fields.take("version", Whole()), fields.take("torch", Text())
@@ -177,7 +177,7 @@ def _head(place: Path) -> dict[str, Any]:
 def _buffers(
     graph: Graph, model: nn.Module, constants: Mapping[str, Tensor], where: str
 ) -> dict[str, Tensor]:
-    """The values of the graph's buffers and constants; ProgramError if one has none."""
+    """Returns the graph's buffers and constants; ProgramError if one has no value."""
     known = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
     targets = [leaf.target for leaf in graph.leaves("buffer")]
     lacking = [name for name in targets if name not in known]
@@ -193,7 +193,7 @@ def _torch_version() -> str:
 
 
 def _call(table: Any, where: str) -> dict[str, Any]:
-    """The entries of call.json; ProgramError names a damaged one."""
+    """Returns the entries of call.json; ProgramError names a damaged one."""
     try:
         inputs = table["inputs"]
         parameters = [
@@ -224,7 +224,7 @@ def _call(table: Any, where: str) -> dict[str, Any]:
 
 
 def _structure_to_json(structure: Structure, what: str) -> Any:
-    """A structure as JSON: kind, name, children with their keys, constant, fixed."""
+    """Returns a structure as JSON: kind, name, children with their keys, constant, fixed."""
     where = structure.name or what
     if structure.kind is Tensor:
         return [_TENSOR, structure.name, [], None, True]
@@ -247,7 +247,7 @@ def _structure_to_json(structure: Structure, what: str) -> Any:
 
 
 def _structure_from_json(entry: Any) -> Structure:
-    """Read what `_structure_to_json` wrote; LookupError, TypeError or ValueError if it is not."""
+    """Parses `_structure_to_json`; raises LookupError, TypeError or ValueError if invalid."""
     kind, name, children, constant, fixed = entry
     if kind == _TENSOR:
         return Structure(Tensor, Text()(name))
@@ -263,7 +263,7 @@ def _structure_from_json(entry: Any) -> Structure:
 
 
 def _found(name: str) -> type | None:
-    """The class of a name "module:Class", None if there is none."""
+    """Returns the class of a name "module:Class"; None if it does not exist."""
     module, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module)

@@ -34,8 +34,8 @@ class Compiler:
         mesh: the devices.
         options: of the plan.
         plan: a plan to use instead of searching for one.
-        outer: how replicas along independent axes synchronise; each has a program of its own, on
-            its part of the batch.
+        outer: how replicas along independent axes synchronise; each runs a separate program on its
+            part of the batch.
     """
 
     mesh: Mesh
@@ -49,14 +49,14 @@ class Compiler:
 
     @property
     def has_stages(self) -> bool:
-        """Whether what it compiles has more than one stage."""
+        """Whether its programs have more than one stage."""
         if self.plan is not None:
             return len(self.plan.stages) > 1
         return self.options.stages != 1
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the program runs by a schedule of stages and microbatches."""
+        """Whether its programs run a schedule of stages and microbatches."""
         return self.options.is_pipeline if self.plan is None else self.plan.is_pipeline
 
     def __call__(self, call: Call) -> Compiled:
@@ -68,12 +68,12 @@ class Compiler:
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
-        facts = facts_of(call.model)  # before a call, which may leave something in attributes
+        facts = facts_of(call.model)  # before the model runs, which may set attributes
         captured, plan = self._planned(self._of_replica(call), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
-        """Returns the program of another call, which finds parameters where `first` stores them.
+        """Returns the program of another call, which reads parameters in the layouts of `first`.
 
         Args:
             call: of the same model, in another mode or with another batch.
@@ -101,7 +101,7 @@ class Compiler:
         )
 
     def _of_replica(self, call: Call) -> Call:
-        """Returns a replica's part of a call that has the batch of all."""
+        """Returns a replica's part of a call with the batch of all replicas."""
         if self.outer is None or self.options.batches != GLOBAL:
             return call
         return call.part_of(self.outer.count(self.mesh))
@@ -133,7 +133,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Loader:
-    """Stands in for a compiler where the first call was compiled before.
+    """Replaces a compiler if the first call has been compiled before.
 
     Attributes:
         first: the compiled call.

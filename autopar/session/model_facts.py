@@ -1,8 +1,8 @@
-"""Describes a model by facts that decide what it computes, to tell whether a program is for it.
+"""Describes a model by facts that determine its computation, to match it with a program.
 
-Parameters and buffers, plain attributes of modules and of their configurations, and the code of
-their classes with the functions and constants that it names; of installed packages their versions
-stand for the code. Values of parameters do not count.
+Facts are the types of parameters and buffers, plain attributes of modules and their configurations,
+and the code of their classes with the functions and constants that it names. Installed packages are
+described by their versions instead of their code. Values of parameters are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.runtime.ranks.agreement import shortened, text_of
 
 _PLAIN = (str, int, float, complex, bool, type(None))
-_DEPTH = 3  # of configurations inside configurations
+_DEPTH = 3  # of nested configurations
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -26,7 +26,7 @@ def facts_of(model: nn.Module) -> dict[str, str]:
     """Returns the facts of a model by name, such as "the parameter h.0.weight".
 
     Args:
-        model: any module, also on the meta device. Models that are built alike have equal facts.
+        model: any module, also on the meta device. Identically built models have equal facts.
     """
     facts = {"the model's class": text_of(type(model))}
     names: dict[int, str] = {}
@@ -53,7 +53,7 @@ def facts_of(model: nn.Module) -> dict[str, str]:
 
 
 def _package(module: str) -> tuple[str, str]:
-    """The package of a module, and its version if it is an installed one."""
+    """Returns the package of a module, and its version if it is installed."""
     name = module.partition(".")[0]
     package = sys.modules.get(name)
     installed = name != "torch" and "site-packages" in (getattr(package, "__file__", "") or "")
@@ -61,7 +61,7 @@ def _package(module: str) -> tuple[str, str]:
 
 
 def first_difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Returns the first fact in which two models differ, in words; "" where they are alike."""
+    """Describes the first fact in which two models differ; "" if they are equal."""
     for name in {**before, **after}:
         old, new = before.get(name, "missing"), after.get(name, "missing")
         if old != new:
@@ -77,7 +77,7 @@ def _type(tensor: Tensor) -> str:
 def _attributes(
     values: Mapping[str, Any], without: frozenset[str], depth: int = _DEPTH
 ) -> Iterator[tuple[str, Any]]:
-    """The attributes that are plain values, or objects and containers of plain values."""
+    """Yields attributes that are plain values, or objects and containers of plain values."""
     for name, value in values.items():
         if name not in without:
             plain = _plain(value, depth)
@@ -89,7 +89,7 @@ _UNKNOWN = object()
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """A value as plain values, or _UNKNOWN."""
+    """Converts a value to plain values; _UNKNOWN if that is impossible."""
     if isinstance(value, (*_PLAIN, types.FunctionType)):
         return value
     if depth == 0 or isinstance(value, (Tensor, nn.Module, type)):
@@ -101,14 +101,14 @@ def _plain(value: Any, depth: int) -> Any:
         found = [_plain(item, depth - 1) for item in items]
         return [item for item in found if item is not _UNKNOWN]
     if hasattr(value, "__dict__"):
-        # What a configuration keeps for itself (where it came from, hashes) is not the model's.
+        # Private entries of a configuration, such as its path and hashes, do not affect the model.
         public = {name: item for name, item in vars(value).items() if not name.startswith("_")}
         return {"": text_of(type(value)), **dict(_attributes(public, frozenset(), depth - 1))}
     return _UNKNOWN
 
 
 def _code_of(kind: type) -> str:
-    """A digest of a class's functions, and of the functions and constants that these name."""
+    """Returns a digest of a class's functions, and of functions and constants that they name."""
     seen: dict[str, str] = {}
     for value in vars(kind).values():
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -118,11 +118,11 @@ def _code_of(kind: type) -> str:
 
 
 def _reach(function: types.FunctionType, seen: dict[str, str]) -> None:
-    """Add a function, and what it names in its module, to `seen`."""
+    """Adds a function, and the names that it uses from its module, to `seen`."""
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, types.FunctionType):
         return
-    module = str(function.__module__)  # None for what was made by `exec`
+    module = str(function.__module__)  # None for functions that `exec` created
     name = f"{module}.{function.__qualname__}"
     if name in seen or module.partition(".")[0] == "torch":
         return

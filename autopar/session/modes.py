@@ -1,8 +1,8 @@
-"""What a program was compiled for: the modules, which of them train, which parameters learn.
+"""Checks that a model is still in the state that was captured.
 
-A model is captured once. Whoever calls `model.eval()`, freezes a parameter, sets the rate of a
-dropout or puts another module in the place of one afterwards would see nothing of it, so every step
-looks whether the model is still in the state that was captured.
+A model is captured once, so the program would ignore a later `model.eval()`, a frozen parameter,
+a changed dropout rate or a replaced module. Every step therefore compares modules, training modes
+and trained parameters with the captured state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _PLAIN = (bool, int, float, str, tuple)
 
 
 class Modes:
-    """The training flags of a model's modules and parameters, as they are now.
+    """The training flags of a model's modules and parameters at capture.
 
-    To compare them takes a read of an attribute each, some ten microseconds in a hundred modules.
+    A comparison reads one attribute for each, which takes about ten microseconds for 100 modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class Modes:
         self._training = [module.training for _, module in self._modules]
         self._learning = [parameter.requires_grad for _, parameter in self._parameters]
         self._members = [list(module._modules.values()) for _, module in self._modules]
-        # Numbers of torch's own modules; what users' modules hold may count or name something.
+        # Only numbers of torch's own modules; those of users' modules may be counters.
         self._numbers = [
             (name, vars(module), key, value)
             for name, module in self._modules
@@ -37,15 +37,15 @@ class Modes:
         ]
 
     def check(self, training: bool = True) -> None:
-        """Compare with what the flags are by now.
+        """Compares the captured flags with the current ones.
 
         Args:
-            training: whether a step of training follows. An evaluation does not depend on train()
-                and eval().
+            training: whether a training step follows. Evaluation does not depend on train() and
+                eval().
 
         Raises:
-            ProgramError: a module was switched by train() or eval(), a parameter by
-                requires_grad_; a number of one of torch's modules was set, or a module replaced.
+            ProgramError: train() or eval() switched a module, requires_grad_ a parameter; a number
+                of one of torch's modules changed, or a module was replaced.
         """
         modes = [module.training for _, module in self._modules]
         if training and modes != self._training:
@@ -100,7 +100,7 @@ class Modes:
 
 
 def refuse_other_parameters(before: Graph, after: Graph) -> None:
-    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
+    """Raises ProgramError, naming the first difference, if graphs train different parameters."""
     old, new = (
         {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
         for graph in (before, after)

@@ -1,4 +1,4 @@
-"""Session: a model in training. It owns weights, update and step, and runs what was compiled."""
+"""Session: a model in training, with its weights, optimizer and compiled programs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ EAGERLY = Running()
 
 
 class Session(Trained, Checkpointed, Evaluating):
-    """A model that trains in parallel; made by `autopar.compile` or `autopar.load`.
+    """A model that trains in parallel, from `autopar.compile` or `autopar.load`.
 
     Args:
-        model: the user's.
+        model: the user's model.
         mesh: the devices.
         training: how the parameters are updated.
         running: how the program runs.
@@ -48,7 +48,7 @@ class Session(Trained, Checkpointed, Evaluating):
 
     Attributes:
         mesh: the devices.
-        training: whether steps may be made; see `eval`.
+        training: whether steps are allowed; see `eval`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Session(Trained, Checkpointed, Evaluating):
         self._example: dict[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compiles and loads the program for batches like this one; the first step does so too."""
+        """Compiles and loads the program for batches like this one, as the first step would."""
         self._refuse_closed()
         if self._executor is not None:
             return
@@ -145,9 +145,9 @@ class Session(Trained, Checkpointed, Evaluating):
         """Loads a compiled program with the state of the previous one.
 
         Args:
-            compiled: the program that runs from now on.
+            compiled: the new program.
             snapshot: this rank's state.
-            used: the previous optimizer, which schedulers may refer to.
+            used: the previous optimizer, to which schedulers may refer.
         """
         nothing = {
             name: torch.empty_like(value, device="meta")
@@ -164,27 +164,27 @@ class Session(Trained, Checkpointed, Evaluating):
         optimizer.param_groups, used.state = used.param_groups, optimizer.state
 
     def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
-        """Forward, backward and optimizer step on one batch.
+        """Runs forward, backward and optimizer step on one batch.
 
         Every rank passes the same whole batch, or its part of it with `batches="local"`.
 
         Args:
             *args: positional arguments of the batch.
             **kwargs: keyword arguments of the batch.
-            profile: the path of a file for what every rank does in this step and when, for
-                ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
+            profile: path of a timeline of all ranks in this step, for ui.perfetto.dev; the first
+                rank writes it. Such a step takes somewhat longer.
 
         Returns:
-            The loss, a scalar, the same on every rank; with `outer` that of this rank's replica, as
-            no step waits for others, see `rounds`.
+            The loss, a scalar, the same on every rank; with `outer` that of this rank's replica,
+            because steps do not wait for other replicas; see `rounds`.
 
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
             NonFiniteError: the loss or gradients are NaN or infinite; nothing is updated.
             RanksDifferError: other ranks make another call, or have other options of the optimizer.
             RankFailedError: another rank failed.
-            ProgramError: the profile cannot be written, or the model was switched to another mode
-                or parameters of it frozen since it was captured.
+            ProgramError: the profile cannot be written, or the model changed its mode or its
+                frozen parameters since it was captured.
         """
         if not self.training:
             raise ProgramError(
@@ -223,7 +223,7 @@ class Session(Trained, Checkpointed, Evaluating):
         known = variants.find(args, kwargs, training)
         if known is not None:
             return known
-        # A rank whose batch already has a program would wait for this rank in another call.
+        # Compare calls first: a rank that already has a program would wait in another call.
         executor = self._ready()
         executor.meet("step" if training else "forward")
         with executor.watch:
@@ -231,12 +231,11 @@ class Session(Trained, Checkpointed, Evaluating):
         return program, program.captured.inputs.flatten(args, kwargs)
 
     def close(self) -> None:
-        """Releases memory, threads, descriptors and process groups; every rank calls it.
+        """Releases memory, threads, descriptors and process groups; every rank must call it.
 
         It waits for a checkpoint that is being written. Afterwards the session still shows its
-        plan, graph and source, and everything else raises ProgramError. A session that is not
-        closed is released when Python collects it. A session is also a context manager, which
-        closes itself.
+        plan, graph and source; all other calls raise ProgramError. A session that is not closed is
+        released when Python collects it. A session is also a context manager that closes itself.
 
         Raises:
             CheckpointError: an asynchronous save failed, and its error has not been raised yet.
@@ -258,7 +257,7 @@ class Session(Trained, Checkpointed, Evaluating):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._executor is not None:
-            # The others do not wait for this one then; one that exits may have come to its end.
+            # Tell other ranks not to wait; a rank that exits may have finished normally.
             self._executor.watch.tell(None if isinstance(error, SystemExit) else error)
         self._end(agreed=error is None)
 
@@ -266,7 +265,7 @@ class Session(Trained, Checkpointed, Evaluating):
     def data_rank(self) -> int:
         """The number of the part of a batch that this rank passes, from 0.
 
-        Always 0 unless compiled with `batches="local"`; ProgramError before the first batch.
+        It is 0 unless compiled with `batches="local"`; raises ProgramError before the first batch.
         """
         return self._ready().part.rank
 
@@ -324,10 +323,10 @@ class Session(Trained, Checkpointed, Evaluating):
         return self._saved
 
     def save(self, path: str | Path) -> Path:
-        """Writes a folder that runs by itself under torchrun; every rank calls it, and one writes.
+        """Writes a standalone folder for torchrun; every rank must call it, and one rank writes.
 
         Raises:
-            ProgramError: there was no batch yet, or the folder cannot be written.
+            ProgramError: no batch was passed yet, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
         if executor.part.world > 1:

@@ -1,13 +1,13 @@
-"""Algorithms of collectives: every module of this folder whose name begins with a letter is one.
+"""Algorithms of collectives, one in every module of this folder whose name begins with a letter.
 
-A module has a function for each collective that it does, called as the collective is:
+A module defines a function for each collective that it implements, named like the collective:
 
     def all_gather(shape: Shape) -> Written: ...
 
-It takes the sizes of the levels, outermost first, and returns the number of chunks and the rounds.
-One that can gather can do more: run backwards and adding, that is a reduce_scatter, and one behind
-the other an all_reduce. A module says so by having no such functions of its own. `NAME` is what the
-algorithm is called, by default as its file is.
+The function takes the sizes of the levels, outermost first, and returns the number of chunks and
+the rounds. An algorithm for all_gather implies others: reversed, with additions, it is a
+reduce_scatter, and both in sequence are an all_reduce. These are derived unless the module defines
+them itself. `NAME` is the name of the algorithm, by default that of its file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from autopar.errors import CollectiveError
 from autopar.ir.chosen_algorithms import KINDS
 
 Write = Callable[[Shape], Written]
-MOST_MESSAGES = 2**20  # of a program; more take minutes to write
+MOST_MESSAGES = 2**20  # in a program; more take minutes to generate
 
 
 @cache
 def algorithms(kind: str) -> dict[str, Write]:
-    """Returns what writes `kind`, by the name of the algorithm, in alphabetical order.
+    """Returns the functions that generate `kind`, by name of algorithm, in alphabetical order.
 
     Raises:
-        CollectiveError: there is no such collective, or two modules have one name.
+        CollectiveError: the collective is unknown, or two modules have the same name.
     """
     if kind not in KINDS:
         raise CollectiveError(
@@ -65,7 +65,7 @@ def _modules(folders: tuple[str, ...]) -> dict[str, dict[str, Write]]:
 
 
 def _derived(gather: Write) -> dict[str, Write]:
-    """What a way to gather is when it runs backwards, and then forwards again."""
+    """Returns the collectives that an all_gather implies, reversed or followed by itself."""
 
     def reduce_scatter(shape: Shape) -> Written:
         chunks, rounds = gather(shape)
@@ -97,10 +97,10 @@ def written(kind: str, name: str, shape: Shape, pieces: int = 1) -> CollectivePr
         kind: a collective.
         name: an algorithm for it.
         shape: the sizes of the levels, outermost first.
-        pieces: into how many each chunk is cut; they follow one another, a round later each.
+        pieces: number of pieces of each chunk, which are pipelined one round apart.
 
     Raises:
-        CollectiveError: there is no such collective or algorithm, or the sizes make no sense.
+        CollectiveError: the collective or the algorithm is unknown, or the sizes are invalid.
     """
     found = algorithms(kind)
     check_name(kind, name)

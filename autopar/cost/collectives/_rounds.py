@@ -1,4 +1,4 @@
-"""What algorithms are written with: a builder of rounds, rings, and rounds run backwards."""
+"""Helpers for algorithms of collectives: a builder of rounds, rings, and reversed rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Written = tuple[int, Sequence[Round]]
 class Rounds:
     """Collects messages by round.
 
-    Those of one round between the same two ranks become one message.
+    Messages of one round between the same two ranks are merged.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class Rounds:
     def send(
         self, number: int, source: int, target: int, chunks: Iterable[int], adds: bool = False
     ) -> None:
-        """Adds chunks that `source` sends to `target` in round `number`; no chunks, no message."""
+        """Adds a message from `source` to `target` in round `number`, unless it has no chunks."""
         if found := list(chunks):
             messages = self._rounds.setdefault(number, {})
             messages.setdefault((source, target, adds), []).extend(found)
 
     def ring(self, first: int, order: Sequence[int], held: Sequence[Sequence[int]]) -> int:
-        """Gathers around a ring from round `first` on; returns the round after the last.
+        """Adds an all_gather around a ring from round `first` on; returns the next free round.
 
         Args:
             first: the first round.
-            order: the ranks as they follow one another.
-            held: the chunks that each of them has at first.
+            order: the ranks in the order of the ring.
+            held: the initial chunks of each of them.
         """
         count = len(order)
         for step in range(count - 1):
@@ -43,7 +43,7 @@ class Rounds:
         return first + count - 1
 
     def add(self, first: int, rounds: Sequence[Round]) -> int:
-        """Adds rounds that are written, from round `first` on; returns the round after the last."""
+        """Adds existing rounds from round `first` on; returns the next free round."""
         for number, messages in enumerate(rounds, first):
             for message in messages:
                 self.send(number, *message)
@@ -51,7 +51,7 @@ class Rounds:
 
     @property
     def written(self) -> list[Round]:
-        """The rounds in order, without empty ones."""
+        """Returns the rounds in order, without empty ones."""
         return [
             tuple(
                 Message(source, target, tuple(sorted(chunks)), adds)
@@ -62,14 +62,14 @@ class Rounds:
 
 
 def ring(order: Sequence[int], held: Sequence[Sequence[int]]) -> list[Round]:
-    """Returns the rounds of one ring by itself; see `Rounds.ring`."""
+    """Returns the rounds of a single ring; see `Rounds.ring`."""
     rounds = Rounds()
     rounds.ring(0, order, held)
     return rounds.written
 
 
 def backwards(rounds: Sequence[Round]) -> list[Round]:
-    """Returns a gather run backwards: who received sends, and who sent adds."""
+    """Returns a reversed gather: receivers send, and senders add."""
     return [
         tuple(Message(m.target, m.source, m.chunks, True) for m in messages)
         for messages in reversed(rounds)
@@ -79,7 +79,7 @@ def backwards(rounds: Sequence[Round]) -> list[Round]:
 def pipelined(written: Written, pieces: int) -> tuple[int, tuple[Round, ...]]:
     """Returns the number of chunks and the rounds with each chunk cut into `pieces`.
 
-    The pieces follow one another, each a round behind the one before.
+    The pieces are pipelined, each one round behind the previous one.
     """
     chunks, rounds = written
     if pieces == 1:
@@ -95,7 +95,7 @@ def pipelined(written: Written, pieces: int) -> tuple[int, tuple[Round, ...]]:
 
 
 def groups(shape: Shape, level: int) -> list[list[int]]:
-    """Returns the ranks that differ along one level only, group by group, in order."""
+    """Returns the groups of ranks that differ along one level only, in order."""
     stride = math.prod(shape[level + 1 :])
     size = shape[level]
     return [
@@ -106,5 +106,5 @@ def groups(shape: Shape, level: int) -> list[list[int]]:
 
 
 def nodes(shape: Shape) -> tuple[int, int]:
-    """Returns the number of parts of the outer levels together, and the ranks in each."""
+    """Returns the product of the outer levels' sizes, and the number of ranks in the innermost."""
     return math.prod(shape[:-1]), shape[-1]

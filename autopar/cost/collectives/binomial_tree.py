@@ -1,7 +1,7 @@
-"""Broadcast along a binomial tree: in every round all that have it send it to one more.
+"""Broadcast along a binomial tree: in every round each rank that has the data sends it to another.
 
 Thakur, Rabenseifner & Gropp (IJHPCA 19(1), 2005), "Broadcast", short messages; here level by level,
-so that as little as can be leaves a node.
+to minimise traffic between nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, groups
 
 
 def broadcast(shape: Shape) -> Written:
-    """The outermost level first."""
+    """Broadcasts along the outermost level first."""
     rounds, number, reached = Rounds(), 0, {0}
     for level, size in enumerate(shape):
         steps = (size - 1).bit_length()

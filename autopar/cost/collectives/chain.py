@@ -1,4 +1,4 @@
-"""Broadcast along a chain of all ranks, in pieces that follow one another.
+"""Broadcast along a chain of all ranks, in pipelined pieces.
 
 NCCL's ring broadcast (src/graph/tuning.cc).
 """
@@ -11,7 +11,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written
 
 
 def broadcast(shape: Shape) -> Written:
-    """From each rank to the next."""
+    """Sends from each rank to the next."""
     rounds = Rounds()
     for rank in range(math.prod(shape) - 1):
         rounds.send(rank, rank, rank + 1, [0])

@@ -1,4 +1,4 @@
-"""Every rank to every other: pairwise exchange.
+"""Pairwise exchange between all ranks.
 
 Thakur, Rabenseifner & Gropp (IJHPCA 19(1), 2005), "Alltoall", long messages.
 """
@@ -11,7 +11,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written
 
 
 def all_to_all(shape: Shape) -> Written:
-    """In round k each rank sends to the one k + 1 behind it."""
+    """Sends from each rank to the rank at distance k + 1 in round k."""
     count, rounds = math.prod(shape), Rounds()
     for step in range(1, count):
         for rank in range(count):

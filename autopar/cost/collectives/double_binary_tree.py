@@ -1,9 +1,9 @@
-"""Double binary tree: two trees, each of which reduces and broadcasts a half.
+"""Double binary tree: two trees, each of which reduces and broadcasts one half of the data.
 
 Sanders, Speck & Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
-(Parallel Computing 35(12), 2009). As in NCCL (src/graph/trees.cc) the trees join nodes and the
-ranks of a node are a chain; there is a pair of trees for each rank of a node, whose chain it heads.
-On a single level every rank is a node.
+(Parallel Computing 35(12), 2009). As in NCCL (src/graph/trees.cc), the trees connect nodes, and the
+ranks of a node form a chain. Each rank of a node heads the chain of one pair of trees. With a
+single level, every rank is a node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, backwards, 
 
 
 def all_reduce(shape: Shape) -> Written:
-    """Up the trees, each rank once those below it have sent, and down again."""
+    """Reduces up the trees, where each rank sends after its children, and broadcasts down."""
     outer, inner = nodes(shape) if len(shape) > 1 else (*shape, 1)
     up = Rounds()
     for head in range(inner):
@@ -27,7 +27,7 @@ def all_reduce(shape: Shape) -> Written:
 
 
 def _parents(outer: int, inner: int, head: int, second: bool) -> dict[int, int]:
-    """The parent of every rank but the root."""
+    """Returns the parent of every rank except for the root."""
     found: dict[int, int] = {}
     for node in range(outer):
         chain = [node * inner + (head + place) % inner for place in range(inner)]
@@ -39,7 +39,7 @@ def _parents(outer: int, inner: int, head: int, second: bool) -> dict[int, int]:
 
 
 def _above(node: int, count: int, second: bool) -> int | None:
-    """The parent of a node; in the second tree that of its mirror image, or of its neighbour."""
+    """Returns the parent of a node; the second tree is mirrored, or shifted by one node."""
     if second and count % 2:
         parent = _binary((node - 1) % count, count)
         return None if parent is None else (parent + 1) % count
@@ -50,7 +50,7 @@ def _above(node: int, count: int, second: bool) -> int | None:
 
 
 def _binary(node: int, count: int) -> int | None:
-    """The parent in a tree whose leaves are the odd numbers; 0 is the root."""
+    """Returns the parent in a tree with root 0 whose leaves are the odd numbers."""
     if node == 0:
         return None
     bit = node & -node
@@ -59,7 +59,7 @@ def _binary(node: int, count: int) -> int | None:
 
 
 def _heights(parents: dict[int, int]) -> dict[int, int]:
-    """Of every rank the longest way from a leaf below it."""
+    """Returns the height of every rank above the leaves."""
     heights = dict.fromkeys((*parents, *parents.values()), 0)
     for rank in parents:
         steps, below = 0, rank

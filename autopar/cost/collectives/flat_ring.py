@@ -1,4 +1,4 @@
-"""One ring through all ranks, or as many as a node has ranks, each leaving it at another one.
+"""One ring through all ranks, or one per rank of a node, each leaving the node at another rank.
 
 Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH"
 (IJHPCA 19(1), 2005), "Allgather"; Patarasuk & Yuan (JPDC 69(2), 2009) for the all_reduce.
@@ -10,7 +10,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, nodes
 
 
 def all_gather(shape: Shape) -> Written:
-    """n - 1 rounds, in each of which every rank passes on what came last."""
+    """Forwards the last received chunk in each of n - 1 rounds."""
     outer, inner = nodes(shape)
     rings = inner if outer > 1 else 1
     rounds = Rounds()

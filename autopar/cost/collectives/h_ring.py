@@ -1,7 +1,7 @@
-"""Hierarchical ring: one rank of each node, its leader, takes part in a ring between the nodes.
+"""Hierarchical ring: one leader of each node takes part in a ring between the nodes.
 
 Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision" (arXiv:1807.11205,
-section 3.3): reduce inside, all_reduce between leaders, broadcast inside; the H-Ring of PaRO
+section 3.3): reduce inside a node, all_reduce between leaders, broadcast inside; the H-Ring of PaRO
 (arXiv:2310.06003).
 """
 
@@ -11,7 +11,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, backwards, 
 
 
 def all_gather(shape: Shape) -> Written:
-    """Along a chain to the leader, around the leaders, and down the chain as things arrive."""
+    """Gathers along a chain to the leader, around the leaders, and down the chain in a pipeline."""
     outer, inner = nodes(shape)
     rounds = Rounds()
     leaders = [node * inner for node in range(outer)]
@@ -24,7 +24,7 @@ def all_gather(shape: Shape) -> Written:
     rounds.ring(start, leaders, held)
     for node, leader in enumerate(leaders):
         for step in range(inner - 1):
-            # On its way to the leader a rank has seen what those behind it sent.
+            # A rank already has the chunks that it forwarded to the leader.
             rank = leader + step
             rounds.send(start + step, rank, rank + 1, range(leader, rank + 1))
             for arrival in range(1, outer):
@@ -33,7 +33,7 @@ def all_gather(shape: Shape) -> Written:
 
 
 def all_reduce(shape: Shape) -> Written:
-    """Up the chain of every node, around the leaders and back, and down the chain."""
+    """Reduces up the chain of every node and around the leaders, and broadcasts down the chain."""
     outer, inner = nodes(shape)
     rounds = Rounds()
     leaders = [node * inner for node in range(outer)]

@@ -1,7 +1,7 @@
-"""Recursive halving and doubling: half of what is left is exchanged in every round.
+"""Recursive halving and doubling: every round exchanges half of the remaining data.
 
-Thakur, Rabenseifner & Gropp (IJHPCA 19(1), 2005), "Reduce-Scatter" and "Allreduce". Where a number
-is no power of two one half has a rank more, which gives its part to one that has a partner.
+Thakur, Rabenseifner & Gropp (IJHPCA 19(1), 2005), "Reduce-Scatter" and "Allreduce". If the number
+of ranks is odd, one half has an additional rank, which gives its part to a rank with a partner.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written
 
 
 def all_gather(shape: Shape) -> Written:
-    """Twice as much in every round; neighbours first, so that little leaves a node alone."""
+    """Doubles the data in every round, between neighbours first to limit traffic between nodes."""
     count = math.prod(shape)
     rounds = Rounds()
     _gather(rounds, range(count), (count - 1).bit_length() - 1)
@@ -20,7 +20,7 @@ def all_gather(shape: Shape) -> Written:
 
 
 def _gather(rounds: Rounds, ranks: range, last: int) -> None:
-    """Gathers in each half, and then from the other one in round `last`."""
+    """Gathers within each half, and then between the halves in round `last`."""
     if len(ranks) == 1:
         return
     middle = (len(ranks) + 1) // 2

@@ -1,7 +1,7 @@
-"""Hierarchical overlapping ring: rings inside and between the nodes at once, then those inside.
+"""Hierarchical overlapping ring: overlaps rings between the nodes with rings inside them.
 
-PaRO (arXiv:2310.06003): every rank sends its part around the nodes, among those of its number,
-while the ring in its node passes on what has arrived.
+PaRO (arXiv:2310.06003): every rank sends its part around the nodes, among ranks of the same number,
+while the ring in its node forwards the parts that have arrived.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, nodes
 
 
 def all_gather(shape: Shape) -> Written:
-    """The k-th arrival from another node goes around the node while the next one is on its way."""
+    """Sends the k-th part from another node around the node while the next one is in transit."""
     outer, inner = nodes(shape)
     rounds, stride = Rounds(), max(inner - 1, 1)
     ranks = [[node * inner + place for place in range(inner)] for node in range(outer)]

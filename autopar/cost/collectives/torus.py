@@ -1,4 +1,4 @@
-"""2D torus: rings on every level, each over all ranks that differ there only.
+"""2D torus: rings on every level, each over all ranks that differ only on that level.
 
 Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash"
 (arXiv:1811.05233): a reduce_scatter inside, an all_reduce between all peers, an all_gather inside.
@@ -12,7 +12,7 @@ NAME = "2d_torus"
 
 
 def all_gather(shape: Shape) -> Written:
-    """The outermost level first, while there is little to send."""
+    """Gathers along the outermost level first, while there is little data."""
     rounds, number = Rounds(), 0
     ranks = groups((1, len(groups(shape, len(shape) - 1)) * shape[-1]), 1)[0]
     held = [[rank] for rank in ranks]

@@ -1,4 +1,4 @@
-"""all_to_all inside, then between: what goes to one rank of another node leaves in one message.
+"""Two-level all_to_all: inside nodes first, to merge the messages to each rank of another node.
 
 Hierarchical exchange as in "DeepSpeed-MoE" (arXiv:2201.05596, section 5.3) and Tutel.
 """
@@ -11,7 +11,7 @@ from autopar.cost.collectives._rounds import Rounds, Shape, Written, groups
 
 
 def all_to_all(shape: Shape) -> Written:
-    """Level by level from the innermost one, to the peer whose number there the receiver has."""
+    """Exchanges level by level from the innermost, by the receiver's number on that level."""
     count, rounds, number = math.prod(shape), Rounds(), 0
     held = [[rank * count + target for target in range(count)] for rank in range(count)]
     for level in reversed(range(len(shape))):

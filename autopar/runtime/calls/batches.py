@@ -1,7 +1,7 @@
 """Checks the batches of a program, compares calls between ranks, and moves batches to the device.
 
-Before each call, the ranks compare the kind of call and checksums of its inputs. So an error names
-a rank that makes a different call, or whose data loader has diverged; without it, the others would
+Before each call, the ranks compare the kind of call and checksums of its inputs. An error can
+therefore name a rank that makes a different call or whose data loader has diverged, instead of a
 hang. On accelerators a comparison would wait for the device, so only the first calls are compared.
 In addition, every step sums a checksum of all calls so far across ranks, before its update
 (`step_check.py`). That sum adds no wait.
@@ -78,7 +78,7 @@ class Intake:
         self._reset()
 
     def _reset(self) -> None:
-        """Starts the comparison afresh after ranks have differed."""
+        """Restarts the comparison after ranks have differed."""
         self._calls, self._host, self._own = 0, 0, 0
         self._away = torch.zeros((), dtype=torch.int64, device=self._device)
         self._past: deque[_Call] = deque(maxlen=_KEPT)
@@ -146,7 +146,7 @@ class Intake:
             raise self.differences()
 
     def _checksum(self, name: str, value: Tensor) -> int:
-        """Returns the checksum of a CPU tensor; that of another tensor is summed on its device."""
+        """Returns the checksum of a CPU tensor; other tensors are summed on their device."""
         value, start = value.detach(), zlib.crc32(f"{name} {tensor_type(value)}".encode())
         if value.device.type == "cpu":
             return _checksum(value, start)
@@ -180,7 +180,7 @@ class Intake:
         return [value] if self._everyone is None else self._everyone.all_gather_object(value)
 
     def differences(self) -> AutoparError:
-        """Returns the error that says how the ranks differ; every rank must call it."""
+        """Returns the error that describes how the ranks differ; every rank must call it."""
         ranks = self.gather(list(self._past))
         self._reset()
         for calls in zip(*ranks, strict=False):
@@ -197,7 +197,7 @@ class Intake:
 
 
 def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> AutoparError:
-    """Returns the error that says how a rank's call differs from that of an earlier rank."""
+    """Returns the error that describes how a rank's call differs from an earlier rank's."""
     where = f"rank {rank}"
     if first.kind != other.kind:
         return RanksDifferError(
@@ -223,7 +223,7 @@ def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> Autop
 
 
 def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> BatchError:
-    """Returns the error of parts that differ in size."""
+    """Returns the error for parts of different sizes."""
     name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
     types = (types.get(name, "missing") for types in (other, first))
     return BatchError(

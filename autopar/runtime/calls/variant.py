@@ -1,8 +1,8 @@
 """Variants: further programs over the parameters of one executor.
 
-Evaluation, and training on batches of another shape, run another graph. Its program stores every
-parameter exactly as the first program does. So both read the same tensors and share the states of
-the optimizer.
+Evaluation, and training on batches of another shape, run different graphs. The program of a variant
+stores every parameter exactly as the first program does, so both read the same tensors and share
+the optimizer state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Variant:
         types: dtypes and shapes of this rank's inputs by name, "i64[8, 16]".
         named: the tensors that it reads, by `Parameter.key`.
         writes: the new values of buffers within a step.
-        graph: captures and replays its step; None to run the step as it is.
+        graph: captures and replays its step; None to run the step without a CUDA graph.
     """
 
     program: Generated
@@ -94,7 +94,7 @@ def variant_of(
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:
-    """Returns whether both can read one tensor; states beside it matter only to training."""
+    """Returns whether both can read one tensor; optimizer states matter only to training."""
     same = (one.name, one.shape, one.dtype, one.piece) == (
         other.name, other.shape, other.dtype, other.piece
     )  # fmt: skip

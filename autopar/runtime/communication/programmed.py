@@ -1,10 +1,10 @@
-"""A channel whose collectives are programs: rounds of batched point-to-point messages.
+"""A channel that runs collectives as programs: rounds of batched point-to-point messages.
 
-`cost/collectives/` writes the rounds; here a rank runs its own. All messages of a round are posted
-in one batch. What arrives is awaited when it is sent on or needed, and no earlier, so that pieces
-and levels overlap as far as the backend lets them. Sums are made in the tensor's dtype and in an
-order that the program fixes, whenever messages arrive; what one rank has summed is copied to the
-others, so that all have the same bits.
+`cost/collectives/` generates the rounds; this module runs those of one rank. All messages of a
+round are posted in one batch. A received chunk is awaited only before it is forwarded or used, so
+that pieces and levels overlap as far as the backend permits. Sums use the tensor's dtype and an
+order that the program fixes, independently of the order of arrival. A sum is computed on one rank
+and copied to the others, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.ir.tensor import part_of
 from autopar.runtime.communication.group import Group
 from autopar.runtime.ranks.channel import Channel, Waiting
 
-Span = tuple[int, int, int]  # buffer, first element, elements
+Span = tuple[int, int, int]  # buffer, first element, number of elements
 
 
 class _Message(NamedTuple):
@@ -33,10 +33,10 @@ class _Message(NamedTuple):
 
     Attributes:
         peer: the group rank at the other end.
-        chunks: what it carries.
-        spans: where they lie, those that are neighbours together.
+        chunks: the chunks that it carries.
+        spans: their memory, with neighbours merged.
         does: "send", "add" or "keep".
-        tag: tells the messages between two ranks apart.
+        tag: distinguishes the messages between two ranks.
     """
 
     peer: int
@@ -47,26 +47,26 @@ class _Message(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a rank does: its rounds, and how many elements of other ranks pass through it."""
+    """The rounds of a rank, and the number of elements that it forwards for other ranks."""
 
     rounds: tuple[tuple[_Message, ...], ...]
     passing: int
 
 
-# The algorithm of a collective that brings so many bytes to each device, "" for the library's.
+# Returns the algorithm of a collective by its bytes per device, "" for the library's.
 Pick = Callable[[str, int], str]
 
 
 class ProgrammedChannel(Channel):
-    """A channel whose collectives algorithms run; what has no program is the library's.
+    """Runs collectives by their algorithms, and by the library if they have none.
 
     The library also runs, or refuses, calls on strided or boolean tensors and on sizes that do not
-    fit one another. All ranks decide alike, as they make calls with equal tensors.
+    match. All ranks decide alike, because they make calls with equal tensors.
 
     Args:
-        channel: what messages and all other calls go through.
-        pick: says the algorithm of a call.
-        sizes: of the axes of its ranks, outermost first.
+        channel: carries the messages and all other calls.
+        pick: returns the algorithm of a call.
+        sizes: sizes of the axes of its ranks, outermost first.
     """
 
     def __init__(self, channel: Channel, pick: Pick, sizes: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class ProgrammedChannel(Channel):
         self._me = channel.ranks.index(dist.get_rank())
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Adds x over the ranks, in its place; other reductions are the library's."""
+        """Sums x over the ranks in place; the library runs other reductions."""
         by = self._pick("all_reduce", x.nbytes)
         if not by or op != dist.ReduceOp.SUM or not _plain(x):
             super().all_reduce(x, op)
@@ -88,7 +88,7 @@ class ProgrammedChannel(Channel):
         self._play("all_reduce", by, x.numel(), x.nbytes, [x.view(-1)])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        """Adds x over the ranks, and puts this rank's part into `out`; both are flat."""
+        """Sums x over the ranks and writes this rank's part to `out`; both are flat."""
         by = self._pick("reduce_scatter", x.nbytes)
         if not by or not _plain(x) or x.numel() != len(self.ranks) * out.numel():
             super().reduce_scatter(out, x)
@@ -98,7 +98,7 @@ class ProgrammedChannel(Channel):
         out.copy_(whole.narrow(0, self._me * out.numel(), out.numel()))
 
     def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
-        """Puts every rank's x into `out`, both flat; by a program at once, ahead or not."""
+        """Gathers every rank's x in `out`, both flat; a program completes even with `ahead`."""
         by = self._pick("all_gather", x.nbytes)
         if not by or not _plain(out) or out.numel() != len(self.ranks) * x.numel():
             return super().all_gather(out, x, ahead)
@@ -114,9 +114,9 @@ class ProgrammedChannel(Channel):
         sends: Sequence[int] | None = None,
         ahead: bool = False,
     ) -> Waiting | None:
-        """Sends one block of x to every rank, by a program at once; uneven ones are the library's.
+        """Sends one block of x to every rank; a program completes even with `ahead`.
 
-        Those may be sent `ahead`.
+        The library runs uneven exchanges, which can be sent `ahead`.
         """
         by = "" if takes is not None or sends is not None else self._pick("all_to_all", x.nbytes)
         fits = _plain(x) and _plain(out) and x.numel() == out.numel()
@@ -130,7 +130,7 @@ class ProgrammedChannel(Channel):
         return None
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Puts the x of a global rank into all others; the library's, but from the first rank."""
+        """Copies x from a global rank to all others; only from the first rank by a program."""
         by = self._pick("broadcast", x.nbytes)
         if not by or source != self.ranks[0] or not _plain(x):
             super().broadcast(x, source)
@@ -138,7 +138,7 @@ class ProgrammedChannel(Channel):
         self._play("broadcast", by, x.numel(), x.nbytes, [x.view(-1)])
 
     def _play(self, kind: str, by: str, each: int, nbytes: int, buffers: list[Tensor]) -> None:
-        """Runs this rank's rounds on its buffers; `each` are the elements of one block."""
+        """Runs this rank's rounds on its buffers; blocks have `each` elements."""
         algorithm = Algorithm.parse(by)
         work = _work(kind, algorithm, algorithm.over(self._sizes), self._me, each)
         if work.passing:
@@ -149,20 +149,20 @@ class ProgrammedChannel(Channel):
 
 
 def _plain(x: Tensor) -> bool:
-    """Returns whether chunks of a tensor are spans of its memory, which can be added."""
+    """Returns whether chunks of a tensor are contiguous in memory and can be added."""
     return x.is_contiguous() and x.dtype != torch.bool
 
 
 def programmed(group: Group, by: str, chosen: ChosenAlgorithms) -> Group:
-    """The group whose collectives are run by algorithms.
+    """Returns a group that runs collectives by their algorithms.
 
     Args:
-        group: whose collectives are the library's.
-        by: the algorithm of all of them, LIBRARY for none; "" if it is the one that is `chosen`.
+        group: a group that uses the library's collectives.
+        by: the algorithm of all of them, LIBRARY for none; "" for those that are `chosen`.
         chosen: the algorithms by kind, axes and size.
 
     Raises:
-        CollectiveError: the algorithm cannot be read, or is for another number of ranks.
+        CollectiveError: the algorithm cannot be parsed, or needs another number of ranks.
     """
     sizes = [group.sizes[place] for place in group.order]
     if by and by != LIBRARY:
@@ -177,13 +177,13 @@ def programmed(group: Group, by: str, chosen: ChosenAlgorithms) -> Group:
 
 
 class _Run:
-    """Messages that are under way on this rank."""
+    """The messages in flight on this rank."""
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: Sequence[int], buffers: Sequence[Tensor]
     ) -> None:
         self.group, self.ranks, self.buffers = group, ranks, buffers
-        # By chunk what must end before it is sent, and before it is written.
+        # For each chunk, the calls that must complete before it is sent, and before it is written.
         self.arriving: dict[int, list[Callable[[], None]]] = {}
         self.leaving: dict[int, list[Callable[[], None]]] = {}
 
@@ -208,11 +208,11 @@ class _Run:
             calls.append(dist.P2POp(call, buffer, peer, self.group, message.tag))
             posted.append((message, views, buffer))
         works = dist.batch_isend_irecv(calls)
-        # A library that sends a batch as one call returns one thing to wait for.
+        # A backend that sends a batch as one call returns a single work object.
         works = works if len(works) == len(posted) else works * len(posted)
         for (message, views, buffer), work in zip(posted, works, strict=True):
             waiting = self.leaving if message.does == "send" else self.arriving
-            # What came to one chunk of a message earlier is written before it, in all its chunks.
+            # Earlier data for any chunk of a message must be written before the message.
             written = () if message.does == "send" else message.chunks
             earlier = [each for chunk in written for each in waiting.get(chunk, ())]
             finish = _once(partial(self._end, work, message, views, buffer, earlier))
@@ -221,7 +221,7 @@ class _Run:
 
     @staticmethod
     def _buffer(message: _Message, views: list[Tensor]) -> Tensor:
-        """What is sent, or where it arrives: the chunks themselves where they lie together."""
+        """Returns the buffer of a message; contiguous chunks are not copied."""
         if message.does == "send":
             return views[0] if len(views) == 1 else torch.cat(views)
         if message.does == "keep" and len(views) == 1:
@@ -257,7 +257,7 @@ class _Run:
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """A message is waited for by each of its chunks, and ends once."""
+    """Returns a call that runs once, although each chunk of a message waits for it."""
     left = [call]
 
     def finish() -> None:
@@ -269,7 +269,7 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
 
 @lru_cache(maxsize=1024)
 def _work(kind: str, algorithm: Algorithm, shape: tuple[int, ...], me: int, each: int) -> _Work:
-    """What rank `me` does where a block, or the tensor that is not cut, has `each` elements."""
+    """Returns the work of rank `me`; `each` counts elements of a block or of an uncut tensor."""
     program, script = _script(kind, algorithm, shape, me)
     place, passing = _places(program, script, me, each)
     tags: dict[tuple[int, bool], int] = {}
@@ -298,7 +298,7 @@ def _script(
 def _places(
     program: CollectiveProgram, script: Script, me: int, each: int
 ) -> tuple[dict[int, Span], int]:
-    """Where each chunk lies on a rank, and how many elements lie there for others only."""
+    """Returns the span of each chunk on a rank, and the number of elements held for others."""
     if program.kind in ("all_reduce", "broadcast"):
         spans = (part_of(each, program.chunks, chunk) for chunk in range(program.chunks))
         return {chunk: (0, *span) for chunk, span in enumerate(spans)}, 0
@@ -324,7 +324,7 @@ def _places(
 
 
 def _together(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans without empty ones, those that are neighbours as one."""
+    """Returns nonempty spans, with neighbours merged."""
     found: list[Span] = []
     for buffer, first, length in spans:
         if not length:

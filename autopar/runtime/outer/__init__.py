@@ -1,1 +1,1 @@
-"""Replicas that train apart: rounds, outer methods, and what a program with them does."""
+"""Replicas that train independently: rounds, outer methods, and the programs that use them."""

@@ -1,7 +1,7 @@
-"""Buckets: trained tensors of a device that synchronise together with its peers' ones.
+"""Buckets: groups of a device's trained tensors that are synchronised in one message.
 
-A bucket's tensors are split over the same axes of the replica's mesh, so that devices of a replica
-that hold the same shards have equal buckets, get equal sums, and stay equal.
+All tensors of a bucket are split over the same axes of the replica's mesh, so that devices of a
+replica that hold the same shards have equal buckets, get equal sums, and stay equal.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.ranks.channel import Channel, Waiting
 
 Key = tuple[int, torch.dtype, frozenset[str]]  # fragment, dtype, axes
-LIMIT = 2**25  # bytes of a bucket, unless one tensor has more
+LIMIT = 2**25  # bytes of a bucket; one larger tensor forms its own
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Tensors of one dtype, and what a method keeps of them.
+    """Tensors of one dtype with the state of the outer method.
 
     Attributes:
-        tensors: what the optimizer updates, on the device or in host memory.
+        tensors: the tensors that the optimizer updates, on the device or in host memory.
         keys: ids of the tensors that the optimizer updates.
-        fragment: the fragment that they belong to.
-        device: where they are averaged.
+        fragment: the fragment to which they belong.
+        device: the device of the averages.
         states: flat tensors by name.
-        message: the sum under way, or the average that is to be used next; None if there is none.
-        work: the call that it waits for.
+        message: the sum in flight, or the average to apply next; None if there is none.
+        work: the pending call of the message.
     """
 
     tensors: list[Tensor]
@@ -61,7 +61,7 @@ class Bucket:
         return [p.view(t.shape) for p, t in zip(pieces, self.tensors, strict=True)]
 
     def restart(self, method: Method) -> None:
-        """Begins anew from the tensors: anchors are copies of them, other states are zero."""
+        """Resets the states: anchors are copies of the tensors, other states are zero."""
         self.message = self.work = None
         values = self.values()
         for name in method.states:
@@ -72,7 +72,7 @@ class Bucket:
                 self.states[name] = begun.clone()
 
     def send(self, message: Tensor, channel: Channel, quantised: bool) -> None:
-        """Begins to add a flat tensor up over the peers, beside what this device does."""
+        """Starts the sum of a flat tensor over the peers, which overlaps with computation."""
         if not quantised:
             self.message, self.work = message, channel.all_reduce_beside(message)
             return
@@ -82,11 +82,11 @@ class Bucket:
 
     @property
     def is_sent(self) -> bool:
-        """True if nothing is under way."""
+        """Returns whether no message is in flight."""
         return self.work is None or self.work.is_completed()
 
     def arrive(self, peers: int, quantised: bool) -> None:
-        """Waits for the sum, and leaves the average in `message`."""
+        """Waits for the sum and stores the average in `message`."""
         if self.work is None:
             return
         self.work.wait()
@@ -105,11 +105,11 @@ def buckets_of(
     """Returns the buckets of all trained tensors of a device.
 
     Args:
-        weights: of the program, or of its stages that are here.
+        weights: of the program, or of its local stages.
         method: the outer method.
-        device: where the program computes.
-        apart: names of parameters that are in buckets of their own, since other devices of the
-            replica hold them beside other parameters.
+        device: the device of the program.
+        apart: names of parameters that get separate buckets, because other devices of the replica
+            hold them together with other parameters.
     """
     found = []
     for own in weights:
@@ -125,7 +125,7 @@ def buckets_of(
 def _together(
     weights: Weights, method: Method, apart: Collection[str]
 ) -> Iterator[tuple[list[Weight], int]]:
-    """Yields the weights of every bucket, and its fragment."""
+    """Yields the weights and the fragment of every bucket."""
     trained = [w for w in weights.all if w.updated.requires_grad]
     sizes = [math.prod(w.type.shape) for w in trained]
     total, before = max(sum(sizes), 1), 0
@@ -137,7 +137,7 @@ def _together(
         if weight.name in apart:
             yield [weight], method.fragments - 1
             continue
-        # Sizes of whole tensors, as all devices must cut alike.
+        # Use sizes of whole tensors, because all devices must form the same fragments.
         nbytes = size * weight.updated.element_size()
         axes = frozenset(weight.storage.updated.sharded_axes)
         key = (fragment, weight.updated.dtype, axes)

@@ -1,7 +1,7 @@
-"""LocalUpdates: a program whose replicas train apart along independent axes of the mesh.
+"""LocalUpdates: a program whose replicas train independently along some axes of the mesh.
 
-Every replica runs a program of its own, planned for the other axes, on its part of each batch; an
-outer method brings their parameters together. A step communicates inside the replica only.
+Every replica runs a separate program, planned for the other axes, on its part of each batch. An
+outer method synchronises the parameters. A step communicates only within the replica.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class LocalUpdates:
     """One device's part of a program with independent replicas.
 
     Args:
-        program: of this device's replica.
+        program: the program of this device's replica.
         outer: how replicas synchronise.
         mesh: all devices.
         peers: of the replica; see `Peers.within`.
-        sliced: whether every rank passes the batch of all replicas, or else its own part.
+        sliced: whether every rank passes the batch of all replicas instead of its own part.
 
     Attributes:
-        replicas: their number.
-        index: the number of this device's replica.
+        replicas: number of replicas.
+        index: number of this device's replica.
         watch: stops this rank if another fails.
-        apart: what replicas save and load beside a program's state.
+        apart: the additional state that replicas save and load.
     """
 
     watch: Watch
@@ -98,14 +98,14 @@ class LocalUpdates:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        """Parameters and buffers as this device holds them."""
+        """Returns the local parameters and buffers."""
         program = self.program
         stages = [program] if isinstance(program, Executor) else program.stages.values()
         return [tensor for stage in stages for tensor in stage.tensors]
 
     @torch.no_grad()
     def _alike(self) -> None:
-        """Gives all replicas the first one's values."""
+        """Copies the first replica's values to all replicas."""
         if self._channel is None:
             return
         masters = [place for weights in self._weights for place in weights.masters.values()]
@@ -121,7 +121,7 @@ class LocalUpdates:
         tensor.copy_(value)
 
     def _gather(self) -> None:
-        """Makes what is held of what was updated."""
+        """Updates the stored parameters from the tensors that changed."""
         for weights in self._weights:
             weights.gather()
 
@@ -133,19 +133,18 @@ class LocalUpdates:
     # One step ------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, Tensor], step: Step | None = None) -> Tensor:
-        """Makes a local step on this replica's part of a batch, and synchronises if it is due.
+        """Runs a local step on this replica's part of a batch, and synchronises if it is due.
 
         Args:
             batch: the tensors by name.
             step: the replica's own step, by default of its first program.
 
         Returns:
-            The replica's loss, a scalar, alike on its ranks. `report.loss` is the mean over
-            replicas.
+            The replica's loss, a scalar, equal on its ranks. `report.loss` averages over replicas.
 
         Raises:
             BatchError: a tensor of the batch does not divide among the replicas.
-            AutoparError: as `Executor.step`; a fault of one replica is a RankFailedError elsewhere.
+            AutoparError: as `Executor.step`; an error in a replica is a RankFailedError elsewhere.
         """
         with self.watch:
             loss = (step or self.program.step)(self._part(batch))
@@ -154,7 +153,7 @@ class LocalUpdates:
         return loss
 
     def _part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this replica's rows of every tensor; scalars belong to all."""
+        """Returns this replica's rows of every tensor; scalars are passed whole."""
         if not self._sliced:
             return dict(batch)
         return {name: self._rows(name, value) for name, value in batch.items()}
@@ -174,17 +173,17 @@ class LocalUpdates:
 
     @property
     def report(self) -> Report:
-        """What is known of the last round."""
+        """The report of the last round."""
         return self.rounds.report
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of what this device updates."""
+        """The optimizer of the parameters that this device updates."""
         return self.program.optimizer
 
     @property
     def update(self) -> Update:
-        """The inner update."""
+        """The update of a local step."""
         return self.program.update
 
     @property
@@ -194,7 +193,7 @@ class LocalUpdates:
 
     @property
     def held(self) -> Sequence[Held]:
-        """What this rank holds of its replica."""
+        """The state of this rank's replica on this rank."""
         return self.program.held
 
     @property
@@ -203,37 +202,37 @@ class LocalUpdates:
         return self.program.shapes
 
     def refresh(self) -> None:
-        """As `Executor.refresh`."""
+        """Acts as `Executor.refresh`."""
         self.program.refresh()
 
     @property
     def loaded(self) -> bool:
-        """Whether there are values."""
+        """Whether values have been loaded."""
         return self.program.loaded
 
     @loaded.setter
     def loaded(self, value: bool) -> None:
         self.program.loaded = value
 
-    streams = ""  # what is under way in a replica ends before a checkpoint
+    streams = ""  # work in flight in a replica completes before a checkpoint
 
     def settle(self) -> None:
-        """As `Executor.settle`."""
+        """Acts as `Executor.settle`."""
         self.program.settle()
 
     def drain(self) -> None:
-        """As `Executor.drain`."""
+        """Acts as `Executor.drain`."""
         self.program.drain()
 
     def under_way(self) -> None:
-        """Ends what is under way; a checkpoint then needs nothing of it."""
+        """Completes all work in flight, so that a checkpoint need not contain it."""
         self.program.drain()
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Never called, since nothing under way is saved."""
+        """Never runs, because checkpoints contain no work in flight."""
 
     def meet(self, call: str, drain: bool = True) -> None:
-        """Compares a call with those of all ranks, and ends the steps before it."""
+        """Compares a call with those of all ranks and completes the preceding steps."""
         with self.watch:
             self._intake.meet(f"{call} after step {self.rounds.steps}")
             self.program.meet(call)
@@ -243,10 +242,10 @@ class LocalUpdates:
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> Evaluated:
-        """Runs a forward with the parameters that the replicas agree on; changes nothing.
+        """Runs a forward with the common parameters of the replicas; changes nothing.
 
-        Every replica computes its part of the batch. Outputs stand in a row along their first
-        dimension; of scalars it is the mean.
+        Every replica computes its part of the batch. Outputs are concatenated along their first
+        dimension; scalars are averaged.
 
         Args:
             batch: the tensors by name.
@@ -265,7 +264,7 @@ class LocalUpdates:
         return Evaluated(shards, {n: self._whole(t) for n, t in own.layouts.items()}, gather)
 
     def _whole(self, text: str) -> str:
-        """Returns the layout of an output of all replicas, given that of one replica's."""
+        """Returns the layout of an output over all replicas, given the layout in one replica."""
         dtype, shape, layout = typed(text)
         if not shape:
             return text
@@ -275,7 +274,7 @@ class LocalUpdates:
 
     @property
     def part(self) -> Part:
-        """Which part of a batch this rank passes."""
+        """Returns the part of a batch that this rank passes."""
         own = self.program.part
         if self._sliced:
             return own
@@ -283,7 +282,7 @@ class LocalUpdates:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """The types of the inputs that this rank passes, by name."""
+        """Returns the types of the inputs that this rank passes, by name."""
         return self.types_of(self.program.types)
 
     def types_of(self, types: Mapping[str, str]) -> Mapping[str, str]:
@@ -304,7 +303,7 @@ class LocalUpdates:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, all replicas hold the parameters that they agree on."""
+        """Sets the common parameters on all replicas in this context."""
         self.rounds.settle()
         buckets = self.rounds.buckets
         kept = [bucket.values() for bucket in buckets]
@@ -329,18 +328,18 @@ class LocalUpdates:
         return states["anchor"] if "anchor" in states else self._mean(values)
 
     def _mean(self, values: Tensor) -> Tensor:
-        """Returns the mean over the replicas of a tensor, which is overwritten."""
+        """Returns the mean of a tensor over the replicas; overwrites the tensor."""
         if self._channel is not None:
             self._channel.all_reduce(values)
             values.div_(self.replicas)
         return values
 
     def _written(self) -> Sequence[Tensor]:
-        """Floating-point buffers, such as running statistics, which replicas have of their own."""
+        """Returns floating-point buffers, such as running statistics; they differ by replica."""
         return [t for t in self._tensors if not t.requires_grad and t.is_floating_point()]
 
     def state_dict(self, average: bool = False) -> dict[str, Tensor]:
-        """As `Executor.state_dict`, of the parameters that replicas agree on."""
+        """Acts as `Executor.state_dict` on the common parameters of the replicas."""
         if average:
             own = self.program.state_dict(average=True)
             return {
@@ -350,12 +349,12 @@ class LocalUpdates:
             return {name: value.clone() for name, value in self.program.state_dict().items()}
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """As `Executor.load_state_dict`; all replicas begin anew from these values."""
+        """Acts as `Executor.load_state_dict`; all replicas restart from these values."""
         self.program.load_state_dict(values)
         self.rounds.restart()
 
     def close(self) -> None:
-        """Waits for messages under way, and gives back threads and process groups."""
+        """Waits for messages in flight and releases threads and process groups."""
         try:
             self.rounds.settle()
         finally:

@@ -1,4 +1,4 @@
-"""Method: what becomes of the parameters of replicas at the end of a round."""
+"""Method: updates the parameters of replicas at the end of a round."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Option:
     """An option of a method.
 
     Attributes:
-        default: its value.
-        least, most: the range of its numbers.
-        words: words that it also takes.
-        whole: whether its numbers are whole.
+        default: its default value.
+        least, most: range of numeric values.
+        words: further values that are words.
+        whole: whether numeric values are integers.
     """
 
     default: float | str
@@ -33,7 +33,7 @@ class Option:
     whole: bool = False
 
     def read(self, name: str, text: str) -> float | str:
-        """Returns the value of a text; OptionError if it is out of range."""
+        """Parses a value; raises OptionError if it is out of range."""
         if text in self.words:
             return text
         try:
@@ -52,11 +52,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Now:
-    """The moment of an outer update.
+    """The learning rates at an outer update.
 
     Attributes:
-        rate: the inner optimizer's learning rate, of its first group.
-        highest: the highest that it has been.
+        rate: learning rate of the inner optimizer's first group.
+        highest: its maximum so far.
     """
 
     rate: float
@@ -64,24 +64,24 @@ class Now:
 
 
 class Method(ABC):
-    """An outer method with its settings. It works on flat tensors, element by element.
+    """An outer method with its settings. It works elementwise on flat tensors.
 
-    One class of every module in `methods/` is a method. A method that is not `late` overrides
-    `update`, one that is `exchange`.
+    Each module in `methods/` defines one subclass. A `late` method overrides `exchange`, any other
+    overrides `update`.
 
     Args:
         given: options as texts, by name.
 
     Raises:
-        OptionError: there is no such option, or it is out of range.
+        OptionError: an option is unknown or out of range.
 
     Attributes:
         NAME: its name.
         OPTIONS: its options by name.
-        STATES: names of its flat tensors of the size of the parameters. An "anchor" begins as the
-            parameters, any other with zeros.
-        late: whether an average is used a round after it was begun.
-        CHANGES: what differs from data parallelism, a sentence.
+        STATES: names of its flat tensors of the size of the parameters. An "anchor" starts with the
+            values of the parameters, any other state with zeros.
+        late: whether an average is applied one round after its reduction started.
+        CHANGES: the difference from data parallelism, as a sentence.
     """
 
     NAME: ClassVar[str]
@@ -113,12 +113,12 @@ class Method(ABC):
 
     @property
     def fragments(self) -> int:
-        """Parts of the parameters that synchronise at different steps of a round."""
+        """Number of parts of the parameters that synchronise at different steps of a round."""
         return 1
 
     @property
     def delay(self) -> int:
-        """Steps between the departure of a message and its use, unless the method is `late`."""
+        """Steps between the start of a message and its use, unless the method is `late`."""
         return 0
 
     @property
@@ -127,10 +127,10 @@ class Method(ABC):
         return False
 
     def beside(self, update: Update) -> Update:
-        """Returns the update of a step with the states that this method keeps beside it.
+        """Returns the update of a step with the additional states of this method.
 
-        The sum under way of a late or delayed method is one, "outer_message"; other sums pass
-        through a buffer of bounded size.
+        The sum in flight of a late or delayed method is one of them, "outer_message"; other sums
+        use a buffer of bounded size.
         """
         message = ["message"] if self.late or self.delay else []
         for name in (*self.states, *message):
@@ -138,7 +138,7 @@ class Method(ABC):
         return update
 
     def outgoing(self, x: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns the new tensor whose average over the replicas is wanted, for parameters x."""
+        """Returns a new tensor to average over the replicas, given parameters x."""
         return x.clone()
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
@@ -148,13 +148,13 @@ class Method(ABC):
     def exchange(
         self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
     ) -> None:
-        """Ends a round of a late method: changes x and the states, and leaves the next message.
+        """Ends a round of a late method: updates x and the states, and writes the next message.
 
         Args:
             x: the parameters after the round.
-            message: the average of the last message; the next one is to be left in it.
-            arrived: False in the first round, when there was no message.
+            message: the average of the last message; overwritten with the next one.
+            arrived: False in the first round, which has no previous message.
             states: by name.
-            now: the moment.
+            now: the learning rates.
         """
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""The state of replicas in a checkpoint.
+"""Saves and loads the state of replicas in checkpoints.
 
-    model.NAME, optimizer.NAME.KEY        what all agree on, and the first replica's optimizer
-    replica.N.model.NAME, ...             what replica N holds
-    outer.STATE.NAME                      anchors, momenta, and averages that wait for their use
+    model.NAME, optimizer.NAME.KEY        common parameters, and the first replica's optimizer
+    replica.N.model.NAME, ...             state of replica N
+    outer.STATE.NAME                      anchors, momenta, and averages that are not yet applied
 
-So any other plan loads such a checkpoint as that of one program, and the same replicas go on to the
-bit.
+Any other plan can load such a checkpoint as that of a single program, and the same replicas resume
+bitwise.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MESSAGE, _LOSSES = "message", "losses"
 
 
 class ReplicaState:
-    """What this rank's replica saves and loads.
+    """Saves and loads the state of this rank's replica.
 
     Args:
-        program: whose replica it is.
+        program: the program with replicas.
     """
 
     def __init__(self, program: LocalUpdates) -> None:
@@ -43,11 +43,11 @@ class ReplicaState:
 
     @torch.no_grad()
     def saved(self, own: Sequence[Part]) -> list[Part]:
-        """Returns the replica's own parts, and if it is the first, what all agree on."""
+        """Returns the replica's own parts, and on the first replica also the common ones."""
         program = self._program
         program.rounds.settle()
         number = program.index
-        # Copies, as the tensors themselves are changed while all hold what they agree on.
+        # Copy, because the tensors change while all replicas hold the common parameters.
         found = [replace(p, name=f"replica.{number}.{p.name}") for p in own]
         found.append(self._losses())
         with program.together():
@@ -62,7 +62,7 @@ class ReplicaState:
         return found
 
     def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
-        """Returns the replica's own parts where the checkpoint has them, and outer states."""
+        """Returns the replica's own parts that the checkpoint contains, and outer states."""
         found = []
         for part in own:
             name = f"replica.{self._program.index}.{part.name}"
@@ -87,7 +87,7 @@ class ReplicaState:
         return {"method": self._method, "rounds": program.rounds.state_dict()}
 
     def take(self, details: Any) -> None:
-        """Goes on in the round that was saved, or begins the first one.
+        """Resumes the saved round, or starts the first one.
 
         Raises:
             CheckpointError: the details of the round are damaged.
@@ -104,7 +104,7 @@ class ReplicaState:
 
     @property
     def _method(self) -> list[Any]:
-        """What must be alike for states to mean the same."""
+        """Returns the settings that must be equal for saved states to be valid."""
         method, program = self._program.method, self._program
         return [method.NAME, list(method.states), method.fragments, program.replicas]
 
@@ -116,7 +116,7 @@ class ReplicaState:
         return Part(name, self._program.rounds.losses, Box.whole((1,)), (1,))
 
     def _parts(self, bucket: Bucket, states: Mapping[str, Tensor], first: bool) -> list[Part]:
-        """Returns a bucket's flat tensors as parts of tensors shaped like the parameters."""
+        """Returns a bucket's flat tensors as parts with the shapes of the parameters."""
         held: dict[int, Held] = {id(h.updated): h for h in self._program.held}
         return [
             Part(f"outer.{state}.{h.name}", part, h.updated_box, h.shape)

@@ -1,8 +1,8 @@
-"""Rounds: counts local steps, and synchronises replicas when a round says so.
+"""Rounds: counts local steps, and synchronises replicas at the end of a round.
 
-What replicas tell one another beside parameters (losses, seconds, numbers that must be alike) goes
-with the messages, so that no step waits for the slow axes but at the end of a round. What is known
-of other replicas is then of the last round, or with a late method of the one before.
+Replicas exchange further data (losses, seconds, numbers that must be equal) together with the
+messages, so that steps wait for the slow axes only at the end of a round. Data about other replicas
+therefore describes the last round, or with a late method the one before.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import Method, Now
 from autopar.runtime.ranks.channel import Channel, Waiting
 
-EXPOSED = 0.05  # of a step's seconds, where a synchronisation cannot be hidden
-_STEADY = 0.1  # relative change of tau that is none
-_LOSS, _STEP, _SYNC = range(3)  # places in what replicas tell
+EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
+_STEADY = 0.1  # relative change of tau that is ignored
+_LOSS, _STEP, _SYNC = range(3)  # positions in a replica's report
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of the last round, alike on every rank.
+    """Measurements of the last round, equal on every rank.
 
     Attributes:
-        number: rounds that have ended.
-        tau: steps of the round that follows.
-        loss: mean over replicas and steps of the last round that all have told of; NaN before.
-        step_seconds: of a local step, with what runs beside it; the slowest device's.
-        sync_seconds: from the departure of messages to the arrival of the last; the slowest's.
+        number: number of completed rounds.
+        tau: steps of the next round.
+        loss: mean over replicas and steps of the last round that all have reported; NaN before.
+        step_seconds: seconds of a local step and of overlapping work on the slowest device.
+        sync_seconds: seconds from the first send to the last arrival on the slowest device.
         waited: seconds that this rank waited at the end of the last round.
     """
 
@@ -48,14 +48,14 @@ class Report:
 
 
 def best_tau(sync: float, step: float, late: bool) -> int:
-    """Returns the fewest steps of a round that hide a synchronisation.
+    """Returns the smallest number of steps in a round that hides a synchronisation.
 
-    A late method hides it behind a round: ceil(sync / step). Any other waits for it, and takes so
-    many steps that this is at most 5 % of their time.
+    A late method overlaps it with a whole round: ceil(sync / step). Any other waits for it, and the
+    round is so long that the wait takes at most 5 % of the time of its steps.
 
     Args:
-        sync, step: seconds, both measured while they run side by side, which counts contention.
-        late: whether the method uses averages a round late.
+        sync, step: seconds of both, measured while they overlap, which includes contention.
+        late: whether the method applies averages one round late.
     """
     if step <= 0:
         return 1
@@ -71,13 +71,13 @@ class Rounds:
         buckets: this device's tensors.
         channel: the peers; None for a single replica.
         slowest: returns the largest of some numbers over the devices of the replica.
-        settle: makes what is held of changed tensors.
+        settle: updates the stored parameters from changed tensors.
 
     Attributes:
         report: of the last round.
-        steps: made so far.
-        at: steps made in this round.
-        count: replicas that take part.
+        steps: number of steps so far.
+        at: number of steps in this round.
+        count: number of replicas.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rounds:
         self.report = Report(tau=self._choose(math.nan, 1))
 
     def step(self, loss: Tensor, rate: float) -> None:
-        """Counts a local step, and does what is due after it.
+        """Counts a local step and runs the synchronisation that is due after it.
 
         Args:
             loss: of this replica.
@@ -123,14 +123,14 @@ class Rounds:
             self._end()
 
     def _look(self) -> None:
-        """Notes when all messages have arrived."""
+        """Records the time at which all messages have arrived."""
         if self._departed and all(bucket.is_sent for bucket in self.buckets):
             self._sync, self._departed = time.perf_counter() - self._departed, 0.0
 
-    # What is due -------------------------------------------------------------------------------
+    # Synchronisation ------------------------------------------------------------------------------
 
     def _prompt(self, now: Now) -> None:
-        """Sends and uses the fragments whose time has come."""
+        """Sends and applies the fragments that are due."""
         tau, count = self.report.tau, self.method.fragments
         changed = False
         for fragment in range(count):
@@ -198,7 +198,7 @@ class Rounds:
     # The end of a round -------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Tells the other replicas of the round, hears of theirs, and begins the next."""
+        """Exchanges reports with the other replicas and starts the next round."""
         if not self.method.late:
             self._note()
         seconds = time.perf_counter() - self._began - self._waited
@@ -242,7 +242,7 @@ class Rounds:
             self._telling = self.channel.all_reduce_beside(self._facts)
 
     def _hear(self) -> tuple[float, float, float] | None:
-        """Returns loss, step and synchronisation, means over replicas, if any have told."""
+        """Returns the means of loss, step and synchronisation; None if no replica has reported."""
         if self._facts is None:
             return None
         if self._telling is not None:
@@ -257,7 +257,7 @@ class Rounds:
     # State --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits for messages under way, without using them."""
+        """Waits for messages in flight without applying them."""
         for bucket in self.buckets:
             bucket.arrive(self.count, self.method.quantised)
         if self._telling is not None:
@@ -265,7 +265,7 @@ class Rounds:
             self._telling = None
 
     def restart(self) -> None:
-        """Begins anew from the parameters."""
+        """Restarts from the current parameters."""
         self.settle()
         for bucket in self.buckets:
             bucket.restart(self.method)
@@ -280,7 +280,7 @@ class Rounds:
         return self._losses.view(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what replicas have alike, beside buckets; messages must be settled."""
+        """Returns the state that replicas share, without buckets; messages must be settled."""
         return {
             "steps": self.steps, "at": self.at, "highest": self.highest,
             "first_loss": self.first_loss, "report": vars(self.report).copy(),
@@ -288,7 +288,7 @@ class Rounds:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Resumes from a saved state."""
         self.steps, self.at = int(state["steps"]), int(state["at"])
         self.highest, self.first_loss = float(state["highest"]), float(state["first_loss"])
         self.report = Report(**state["report"])

@@ -1,13 +1,14 @@
-"""Steps of a pipeline that does not flush: each runs one period of the steady state.
+"""Runs the steps of a pipeline without flushes; each step is one period of the steady state.
 
-A step takes a new batch, does its row of the period and ends, while backwards of its last
-microbatches are still to come: they are in the row of the next step. Every stage updates its
-weights where its row says, whatever the others do. So no rank waits for all at the end of a step.
-What all have to know of it (the loss, whether all was finite, whether they were given alike) is
-added up beside the next step, and read at its end. Where sums of gradients are awaited s steps
-later, so is that: a replica runs up to s steps ahead of the slowest, and then waits.
+A step takes a new batch, executes its row of the period and returns while the backwards of its last
+microbatches are still pending; they belong to the row of the next step. Every stage updates its
+weights where its row schedules the update, independently of the other stages, so no rank waits for
+all others at the end of a step. Global results of a step (the loss, whether all values were finite,
+whether all ranks got equal arguments) are reduced during the next step and read at its end. If
+gradients are reduced with a delay of s steps, these results have the same delay: a replica runs up
+to s steps ahead of the slowest one before it waits.
 
-`drain` runs what is under way to its end. Whoever asks for the weights gets them so.
+`drain` completes all microbatches in flight. It runs before the weights are read.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from autopar.runtime.ranks.channel import Waiting
 from autopar.runtime.step_parts import WAIT
 from autopar.runtime.update.update import Update
 
-_BITS = 20  # of a checksum; the squares of all ranks' are exact in float64
+_BITS = 20  # bits of a checksum; the sum of squares over all ranks is exact in float64
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What is added up of a step: loss, token, its square, if it broke, squares of gradients."""
+    """Reduction of a step's loss, token, squared token, failure flag and squared gradients."""
 
     numbers: Tensor
     waiting: Waiting | None
 
     def read(self) -> list[float]:
-        """The sums over all ranks, once they are there."""
+        """Waits for the sums over all ranks and returns them."""
         if self.waiting is not None:
             self.waiting.wait()
         found: list[float] = self.numbers.tolist()
@@ -58,21 +59,21 @@ class _Report:
 
 
 class Continuous:
-    """The steps of one rank.
+    """Runs the steps of one rank.
 
     Args:
-        stages: that it holds.
-        placement: of all stages, and their rows.
-        row: which is this rank's.
-        interpreter: does what computes and sends.
-        update: of this rank's parameters.
-        copies: parameters that several stages hold.
-        differences: says how ranks differ.
+        stages: the stages of this rank.
+        placement: of all stages, with their rows.
+        row: index of this rank's row.
+        interpreter: executes computations and transfers.
+        update: updates this rank's parameters.
+        copies: parameters that several stages share.
+        differences: describes how ranks differ.
 
     Attributes:
-        broken_off: whether a step, or a drain, has not come to its end.
-        grad_norm: of the gradients that the stages took last, before clipping.
-        ahead: by how many steps replicas may be apart.
+        broken_off: whether a step or a drain was interrupted.
+        grad_norm: norm of the most recently applied gradients, before clipping.
+        ahead: maximal number of steps between replicas.
         waited: seconds that this rank has waited for sums of gradients and for reports.
     """
 
@@ -106,7 +107,7 @@ class Continuous:
         self._broken = False
         self._sums: dict[tuple[int, int], Sums] = {}  # by stage and microbatch
         self.ahead = ahead(placement.rows, self._size)
-        self._reports: deque[_Report] = deque()  # of the steps that nobody has read of
+        self._reports: deque[_Report] = deque()  # of the steps whose loss has not been read
         self._told: float | None = None  # the last loss that was read
         self.grad_norm: Tensor | None = None
         self.waited = 0.0
@@ -129,24 +130,24 @@ class Continuous:
         enter: Callable[[Action], None],
         report: Callable[[], tuple[Tensor, Tensor]],
     ) -> float:
-        """Run a period.
+        """Runs one period.
 
         Args:
             parts: the microbatches.
-            enter: is told before each forward, for its random numbers.
-            report: gives, at the end, this rank's part of the loss and its token.
+            enter: called before each forward to set its random state.
+            report: called at the end; returns this rank's part of the loss and its token.
 
         Returns:
-            The loss of the step before, or of `ahead` steps before where that is more. The first
-            steps after a drain all return that of the first.
+            The loss of the previous step, or of the step `ahead` steps before if that is earlier.
+            The first steps after a drain all return the loss of the first.
 
         Raises:
-            NonFiniteError, BatchError, RanksDifferError: of that step.
+            NonFiniteError, BatchError, RanksDifferError: for the step whose loss is returned.
         """
         self.broken_off = True
         if not self._period:
             self._update.forget()  # gradients of a flushed step
-            done = max(self._update.check.steps - 1 - self._flushed, 0)  # this one has begun
+            done = max(self._update.check.steps - 1 - self._flushed, 0)  # this step has begun
             for own in self.versions.values():
                 own.total = done * self._updates
         scale = self._update.scale
@@ -165,11 +166,11 @@ class Continuous:
 
     @property
     def filling(self) -> bool:
-        """Whether nothing is under way yet."""
+        """Returns whether no microbatch is in flight yet."""
         return not self._period
 
     def _do(self, action: Action) -> None:
-        """Do one action of the row."""
+        """Executes one action of the row."""
         if action in self._early:
             self._early.remove(action)
             return
@@ -201,7 +202,7 @@ class Continuous:
 
     @contextmanager
     def _taken_aside(self, stage: Stage, microbatch: int) -> Iterator[None]:
-        """Inside, parameters have the gradients up to a microbatch; later ones come back then."""
+        """Hides gradients of later microbatches in this context."""
         key = stage.number, microbatch
         if key not in self._aside:
             yield
@@ -214,14 +215,14 @@ class Continuous:
 
     @contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
-        """Inside, this rank waits for others; counts the seconds."""
+        """Measures the time that this rank waits for others in this context."""
         began = time.perf_counter()
         with self._recorder.part(WAIT, name):
             yield
         self.waited += time.perf_counter() - began
 
     def _updated(self, stage: Stage) -> None:
-        """Update a stage."""
+        """Updates a stage."""
         key, update = (stage.number, stage.copy), self._update
         norm = None
         if update.check.wanted or update.training.clip_norm is not None:
@@ -235,11 +236,11 @@ class Continuous:
             update.step_alone(stage.weights, norm)
 
     def _begin(self, loss: Tensor, token: Tensor) -> _Report:
-        """Begin to add up what the ranks have seen of this step."""
+        """Starts the reduction of this step's report."""
         squares = sum(self._squares.values(), torch.zeros_like(token))
         broken = torch.full_like(token, float(self._broken))
         self._broken = False
-        if self.ahead:  # differing generators are seen here, where ranks do not meet
+        if self.ahead:  # ranks that do not synchronise detect differing generators here
             token = token + (zlib.crc32(torch.get_rng_state().numpy().tobytes()) & 2**_BITS - 1)
         numbers = [loss.detach().double(), token, token.square(), broken, squares.to(token)]
         report = torch.stack(numbers)
@@ -248,7 +249,7 @@ class Continuous:
         return _Report(report, self._everyone.all_reduce_beside(report))
 
     def _read(self, report: _Report) -> float:
-        """The loss of a report."""
+        """Returns the loss of a report."""
         with self._waiting("waits for the report of a step"):
             loss, token, square, broken, squares = report.read()
         world = 1 if self._everyone is None else len(self._everyone.ranks)
@@ -260,7 +261,7 @@ class Continuous:
         return loss
 
     def drain(self) -> None:
-        """Run what is under way to its end; all ranks call it."""
+        """Completes all microbatches in flight; every rank must call it."""
         if not self._period:
             return
         self.broken_off = True
@@ -280,7 +281,7 @@ class Continuous:
             self._read(report)
 
     def restart(self) -> None:
-        """Begin with an empty pipeline."""
+        """Resets the pipeline to empty."""
         self._period = 0
         self._early.clear()
         self._aside.clear()
@@ -290,7 +291,7 @@ class Continuous:
     # Checkpoints ---------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits for all calls that have begun, between two steps; all ranks call it."""
+        """Waits for all started transfers between two steps; every rank must call it."""
         for action in self._sent_already():
             self._do(action)
             self._early.add(action)
@@ -301,7 +302,7 @@ class Continuous:
             sums.wait()
 
     def saved(self, put: Put) -> Any:
-        """Returns what is under way between two steps; all ranks call it. See `under_way.py`."""
+        """Returns the state in flight between two steps, on all ranks; see `under_way.py`."""
         self.settle()
         return {
             "period": self._period,
@@ -321,7 +322,7 @@ class Continuous:
         }
 
     def resume(self, saved: Any, get: Get) -> None:
-        """Goes on from there, on the weights and optimizer state of the same checkpoint."""
+        """Restores the state in flight, after weights and optimizer state of the checkpoint."""
         self._update.optimizer.zero_grad(set_to_none=True)
         for stage in self._stages.values():
             stage.forget()
@@ -339,12 +340,12 @@ class Continuous:
         for key, stage in self._stages.items():
             versions, own = saved["stages"][key]
             self.versions[key].resume(versions, get)
-            # Forwards first: they must find no gradients.
+            # Run forwards first, because they must not see gradients.
             stage.again(own, get, partial(self.versions[key].again, saved=versions, get=get))
             stage.resume(own, get)
 
     def _sent_already(self) -> list[Action]:
-        """The receives of periods to come whose sends have been done."""
+        """Returns the receives of later periods whose sends have already run."""
         done: list[Action] = []
         size = self._size
         sends = (a for row in self._placement.rows for a in row if a.kind.startswith("SEND"))
@@ -363,11 +364,11 @@ class Continuous:
 
 
 def _norm(stage: Stage, squares: Tensor) -> Tensor:
-    """The norm of a stage's gradients, on all its devices.
+    """Returns the norm of a stage's gradients over all its devices.
 
     Args:
-        stage: which one.
-        squares: this device's part of the sum of their squares, each counted once.
+        stage: the stage.
+        squares: this device's part of the sum of squares, with every element counted once.
     """
     mesh = stage.runtime.mesh
     split = {
@@ -377,20 +378,20 @@ def _norm(stage: Stage, squares: Tensor) -> Tensor:
         for axis in parameter.storage.updated.sharded_axes
     }
     axes = tuple(axis for axis in mesh.names if axis in split)
-    # Replicas have the same, and need not meet.
+    # Replicas have equal gradients and need no reduction.
     replicas = math.prod(mesh.axis_size(axis) for axis in mesh.names if axis not in split)
     total = squares * replicas
     return (stage.runtime.group(axes).reduce(total) if axes else total).sqrt()
 
 
 def _give(stage: Stage, gradients: Sequence[Tensor | None]) -> None:
-    """Gives a stage's parameters these gradients."""
+    """Sets the gradients of a stage's parameters."""
     for tensor, gradient in zip(stage.weights.updated, gradients, strict=True):
         tensor.grad = gradient
 
 
 def _later(row: Row, size: int) -> frozenset[tuple[int, int, int]]:
-    """Stage, copy and microbatch in the period of sums whose update does not follow at once."""
+    """Returns stage, copy and microbatch of the sums whose update does not follow immediately."""
     own = [action for action in row if action.over != COPIES]
     return frozenset(
         (action.stage, action.copy, action.microbatch % size)

@@ -1,8 +1,8 @@
-"""A pipeline as a folder that runs by itself: `torchrun --nproc-per-node 4 out/program.py`.
+"""Saves a pipeline as a standalone folder: `torchrun --nproc-per-node 4 out/program.py`.
 
-program.py           where the stages run and when, and a loop to edit
+program.py           placement and schedule of the stages, and a training loop to edit
 stage_0.py, ...      the generated source of every stage
-and plan.toml, graph.txt, program.toml, weights.safetensors, batch.safetensors as in folder.py
+plan.toml, graph.txt, program.toml, weights.safetensors, batch.safetensors: as in folder.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopar.runtime.ranks.shared import local_device
 
 
 def stage_files(sources: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Files of the stages, equal sources in one, and the file of each stage."""
+    """Returns the files of the stages, one for equal sources, and the file name of each stage."""
     names: dict[str, str] = {}
     for number, source in enumerate(sources):
         names.setdefault(source, f"stage_{number}.py")
@@ -54,14 +54,14 @@ def program_source(
     inputs: Mapping[str, str],
     picture: Sequence[str],
 ) -> str:
-    """The text of program.py.
+    """Returns the text of program.py.
 
     Args:
-        title: what is trained, on what.
-        files: of each stage.
-        placement: where the stages run, and when.
-        inputs: of one microbatch, name -> type.
-        picture: the schedule in time, a line for each row of the placement.
+        title: names the model and the mesh.
+        files: file name of each stage.
+        placement: ranks and rows of the stages.
+        inputs: types of the inputs of one microbatch by name.
+        picture: the schedule over time, a line for each row of the placement.
     """
     held = [_span(ranks) for ranks in placement.groups]
     width = max(map(len, held))
@@ -114,7 +114,7 @@ _STREAMED = (
 
 
 def _beside(placement: Placement) -> tuple[list[str], str]:
-    """Lines of what only some schedules have, and how it is passed on."""
+    """Returns the lines for optional parts of a schedule, and the arguments that pass them on."""
     lines, given = [], ""
     if placement.first is not None:
         periods, rows = placement.first
@@ -143,12 +143,12 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 class OpenPipeline:
-    """A saved pipeline on this device.
+    """A saved pipeline, loaded on this device.
 
     Attributes:
-        rank: this process's.
+        rank: rank of this process.
         example: the example batch.
-        pipeline: what runs it.
+        pipeline: runs the stages.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class OpenPipeline:
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One training step; the loss."""
+        """Runs one training step and returns the loss."""
         return self.pipeline.step(batch)
 
     def close(self) -> None:
-        """Give back what the pipeline holds of the system; it makes no more steps."""
+        """Releases threads and process groups; no step can run afterwards."""
         self.pipeline.close()
 
 
@@ -205,22 +205,22 @@ def open_pipeline(
     inputs: Mapping[str, str],
     **beside: Any,
 ) -> Iterator[OpenPipeline]:
-    """The pipeline that `file` belongs to, in the process group that torchrun describes.
+    """Opens the pipeline of a `program.py` in the process group that torchrun describes.
 
     Args:
-        file: program.py; the stages' files stand beside it.
-        stages: the file of every stage.
-        ranks: of every stage, for each copy of the model.
+        file: path of program.py; the files of the stages are in the same folder.
+        stages: file name of every stage.
+        ranks: ranks of every stage, for each copy of the model.
         rows: all actions of each group of ranks.
-        microbatches: in a step.
-        inputs: of one microbatch, name -> type.
-        **beside: of schedules that do not flush: `first`, how many steps run other rows at first,
-            and these; `adjustment`, the fields of `Adjustment`.
+        microbatches: number of microbatches in a step.
+        inputs: types of the inputs of one microbatch by name.
+        **beside: options of schedules without flushes: `first`, the number of initial steps with
+            other rows, and those rows; `adjustment`, the fields of `Adjustment`.
 
     Raises:
         ProgramError: a file of the folder is missing or damaged.
-        ScheduleError: a row that cannot be read.
-        MeshError: there are more or fewer processes than the stages have ranks.
+        ScheduleError: a row cannot be parsed.
+        MeshError: the number of processes differs from the number of ranks of the stages.
     """
     steps, first = beside.get("first", (0, ()))
     placement = Placement(

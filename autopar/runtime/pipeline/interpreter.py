@@ -1,4 +1,4 @@
-"""Does what a row of a step says: forwards, backwards and transfers of this rank's stages."""
+"""Executes the actions of a row: forwards, backwards and transfers of this rank's stages."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from autopar.runtime.pipeline.stage import Share, Stage, Tensors
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.step_parts import ACTION
 
-PLAYED = (*COMPUTE, *TRANSFER)  # what an interpreter does by itself
+PLAYED = (*COMPUTE, *TRANSFER)  # actions that an interpreter executes
 
 
 class Interpreter:
-    """A run over rows, microbatch numbers counted from the first of the training.
+    """Executes rows of actions; microbatches are numbered from the start of the training.
 
     Args:
-        stages: of this rank, by number and copy.
+        stages: stages of this rank by number and copy.
         routes: between stages.
-        post: what messages go through; those between devices of one group of ranks, too, which no
-            row has.
-        recorder: is told what is done.
+        post: carries messages, including those between devices of one group of ranks, which rows
+            do not list.
+        recorder: records the actions.
 
     Attributes:
-        results: is given the results of every forward.
+        results: called with the results of every forward.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Interpreter:
         enter: Callable[[Action], None],
         share: Callable[[Stage], Share],
     ) -> None:
-        """Take new microbatches.
+        """Sets the microbatches of the next step.
 
         Args:
-            batch: the inputs of each.
-            first: the number of the first of them.
-            enter: is told before each forward, for its random numbers, with the number of its
-                microbatch among these.
-            share: gives the gradient of a microbatch's loss.
+            batch: inputs of each microbatch.
+            first: number of the first microbatch.
+            enter: called before each forward to set its random state, with the microbatch's index
+                in `batch`.
+            share: returns the gradient of a microbatch's loss.
         """
         self._batch, self._first, self._enter, self._share = batch, first, enter, share
 
     def do(self, action: Action) -> None:
-        """Do an action that computes, sends or receives."""
+        """Executes one computation, send or receive."""
         if action.kind in COMPUTE:
             self._compute(action)
             return
@@ -106,7 +106,7 @@ class Interpreter:
     def _backward(
         self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
     ) -> Tensors:
-        """A backward on the gradients that came from the readers of its results."""
+        """Runs a backward on the gradients that the readers of the stage's results sent."""
         gradients: Tensors = {}
         for name, gradient in arrived:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
@@ -115,7 +115,7 @@ class Interpreter:
 
 
 def losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
-    """What keeps the losses of forwards, of stages that have one."""
+    """Returns a callback that appends the loss of each forward that has one to `losses`."""
 
     def result(stage: Stage, action: Action, made: Tensors) -> None:
         if stage.module.loss is not None:
@@ -125,7 +125,7 @@ def losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
 
 
 def phase_of(action: Action) -> str:
-    """The phase of a step that an action belongs to."""
+    """Returns the phase of the step to which an action belongs."""
     if action.kind in PLAYED:
         return "microbatches"
     return "optimizer" if action.kind == UPDATE else "gradients"

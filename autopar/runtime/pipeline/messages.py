@@ -1,12 +1,12 @@
-"""Post: what the stages of a pipeline send one another, as messages between ranks.
+"""Post: transfers values between the stages of a pipeline as messages between ranks.
 
-A message is one box of a `Crossing`. Messages from one rank to another go out in the order of the
-sender's row, and the receiver asks for them in that same order, which the judge of complete rows
-proves. So no backend needs tags. Upwards and downwards (by rank) they take process groups of their
-own: with NCCL a send that waits for its receiver would otherwise hold up what comes the other way.
+A message is one box of a `Crossing`. A rank sends messages to another rank in the order of its row,
+and the receiver posts receives in the same order, which the check of complete rows proves. So no
+backend needs tags. Messages to higher and to lower ranks use separate process groups, because with
+NCCL a send that waits for its receiver would block messages in the opposite direction.
 
-Sends and receives run beside the computation: rows post a receive before the action that precedes
-its own; a send is waited for at the end of the step.
+Transfers overlap with computation: rows post a receive one action before the action that needs it,
+and sends are awaited at the end of the step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.ranks.shared import Peers
 
-TAGS = 2**20  # more than there are messages under way at a time
+TAGS = 2**20  # exceeds the number of messages in flight at any time
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one tensor crosses between meshes, again and again.
+    """A repeated transfer of one tensor between meshes.
 
     Attributes:
         tensor: its global type.
-        crossing: what is sent.
+        crossing: the boxes to send.
     """
 
     tensor: TensorType
@@ -42,19 +42,19 @@ class Way:
 
 
 class Letter(NamedTuple):
-    """One tensor on a way, by number: that of a microbatch, where there are several."""
+    """One transfer of a way's tensor, numbered by microbatch if there are several."""
 
     way: int
     microbatch: int
 
 
 class Wires:
-    """The channels of messages to higher and to lower ranks; all ranks make them together.
+    """The channels for messages to higher and to lower ranks; all ranks create them together.
 
     Args:
         peers: all ranks.
-        alone: whether no other program shares them: between two steps messages may be under way,
-            which another program's would meet.
+        alone: whether no other program shares the channels. Messages may then stay in flight
+            between two steps, where they would collide with another program's.
     """
 
     def __init__(self, peers: Peers, alone: bool = False) -> None:
@@ -66,24 +66,24 @@ class Wires:
         (self.up,), (self.down,) = (lease.channels for lease in self._leases)
 
     def between(self, sender: int, receiver: int) -> Channel:
-        """The channel of messages from one rank to another."""
+        """Returns the channel for messages from one rank to another."""
         return self.up if sender < receiver else self.down
 
     def close(self) -> None:
-        """Give the channels back."""
+        """Releases the channels."""
         for lease in self._leases:
             lease.close()
 
 
 class Post:
-    """The messages of this rank.
+    """Sends and receives the messages of this rank.
 
     Args:
-        ways: all ways there are.
-        rank: this process's global rank.
-        device: where it computes.
-        wires: what the messages go through; None for a single rank.
-        tag: the first of TAGS tags, so that messages of two posts on the same wires do not meet.
+        ways: all ways of the pipeline.
+        rank: global rank of this process.
+        device: the device of this process.
+        wires: channels of the messages; None for a single rank.
+        tag: first of TAGS tags, which keep messages of two posts on the same wires apart.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class Post:
         self._going: list[tuple[Waiting, Tensor]] = []
 
     def crossing(self, letter: Letter) -> Crossing:
-        """How a letter crosses."""
+        """Returns the crossing of a letter."""
         return self.ways[letter.way].crossing
 
     def _dtype(self, letter: Letter) -> torch.dtype:
         return TORCH_DTYPES[self.ways[letter.way].tensor.dtype]
 
     def send(self, letter: Letter, part: Tensor) -> None:
-        """Send what the receivers need of this rank's part of a value."""
+        """Sends the boxes of this rank's part of a value to their receivers."""
         self._going = [(work, kept) for work, kept in self._going if not work.is_completed()]
         for number, box in enumerate(self.crossing(letter).boxes):
             if box.sender != self.rank:
@@ -126,7 +126,7 @@ class Post:
             self._going.append((work, piece))
 
     def ask(self, letter: Letter) -> None:
-        """Post the receives of a letter; those of one sender in the order in which it sends."""
+        """Posts the receives of a letter, for each sender in the order of its sends."""
         for number, box in enumerate(self.crossing(letter).boxes):
             if box.receiver != self.rank or box.sender == self.rank:
                 continue
@@ -138,12 +138,12 @@ class Post:
             self._coming[letter, number] = (channel.receive(buffer, box.sender, tag), buffer)
 
     def _next(self, counts: dict[int, int], peer: int) -> int:
-        """The tag of the next message to or from a rank."""
+        """Returns the tag of the next message to or from a rank."""
         count = counts[peer] = counts.get(peer, -1) + 1
         return self._first + count % TAGS
 
     def receive(self, letter: Letter, runtime: Communicator) -> Tensor:
-        """This rank's part of a letter, in the layout that its mesh wants; waits for it."""
+        """Waits for a letter and returns this rank's part in the layout of its mesh."""
         way = self.ways[letter.way]
         shape = way.tensor.shape
         part = self._arrived(
@@ -154,7 +154,7 @@ class Post:
         return part
 
     def _arrived(self, letter: Letter, shape: tuple[int, ...]) -> Tensor:
-        """What was sent to this rank, a part of `shape`."""
+        """Returns the part of `shape` that was sent to this rank."""
         pieces = []
         for number, box in enumerate(self.crossing(letter).boxes):
             if box.receiver == self.rank:
@@ -170,7 +170,7 @@ class Post:
         return part
 
     def settle(self) -> None:
-        """Waits for all that has been asked for and sent; whatever was sent must be asked for."""
+        """Waits for all posted sends and receives; every send must have a posted receive."""
         for key, (work, piece) in list(self._coming.items()):
             if work is not None:
                 work.wait()
@@ -178,21 +178,21 @@ class Post:
         self.finish()
 
     def saved(self, put: Callable[[Tensor], Any]) -> Any:
-        """Returns what has arrived and not been received; see `under_way.py`."""
+        """Returns the messages that have arrived but were not received; see `under_way.py`."""
         return [
             [letter.way, letter.microbatch, number, put(piece)]
             for (letter, number), (_, piece) in self._coming.items()
         ]
 
     def resume(self, saved: Any, get: Callable[[Any], Tensor]) -> None:
-        """Takes that back, as if it had just arrived."""
+        """Restores saved messages as if they had just arrived."""
         self._coming = {
             (Letter(way, microbatch), number): (None, get(piece))
             for way, microbatch, number, piece in saved
         }
 
     def finish(self) -> None:
-        """Wait for what is still on its way out."""
+        """Waits for pending sends."""
         for work, _ in self._going:
             work.wait()
         self._going.clear()

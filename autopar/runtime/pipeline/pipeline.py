@@ -1,9 +1,9 @@
-"""Runs a pipeline: every rank does its complete row of a step, action by action.
+"""Runs a pipeline: every rank executes its complete row of a step, action by action.
 
-Microbatches are equal slices of the batch along the first dimension. `interpreter.py` computes and
-sends; what stages hold lies in `stage.py`. Gradients are added up over the microbatches and
-synchronised once; the loss is the mean of the microbatches'. Batch norms see one microbatch at a
-time, as they would without stages.
+Microbatches are equal slices of the batch along the first dimension. `interpreter.py` executes
+computations and transfers; `stage.py` stores the state of a stage. Gradients are accumulated over
+the microbatches and synchronised once; the loss is the mean over the microbatches. Batch norms see
+one microbatch at a time, as with gradient accumulation on one device.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from autopar.runtime.update.update import Training, Update
 
 
 class Pipeline(PipelineState):
-    """One rank's part of a pipeline.
+    """Runs one rank's part of a pipeline.
 
     Args:
         modules: the loaded program of every stage.
-        placement: where they run, and when.
-        inputs: the inputs of one microbatch by name, "i64[8, 16]".
-        device: where this process computes.
-        values: every parameter and buffer by name, whole; the first rank's count.
+        placement: ranks and rows of the stages.
+        inputs: types of the inputs of one microbatch by name, "i64[8, 16]".
+        device: the device of this process.
+        values: every parameter and buffer by name, whole; all ranks take the first rank's.
         training: how the local parameters are updated.
-        tied: further names of parameters.
-        peers: the processes that run it; by default all.
-        cuda_graph: whether a step of one stage is captured and replayed.
+        tied: additional names of parameters.
+        peers: the processes that run the pipeline, by default all.
+        cuda_graph: whether to capture the step of a single stage and replay it.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -85,7 +85,7 @@ class Pipeline(PipelineState):
         peers = self.peers = Peers.here() if peers is None else peers
         self.rank, self.everyone = peers.rank, peers.everyone
         self.wires = Wires(peers, not placement.flushes) if peers.world > 1 else None
-        # All ranks make all meshes, since groups are made by all processes together.
+        # All ranks create all meshes, because creating a process group is collective.
         runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
         self.everywhere: dict[tuple[int, int], Stage] = {}
         for copy, ranks in enumerate(placement.ranks):
@@ -155,16 +155,16 @@ class Pipeline(PipelineState):
 
     @property
     def part(self) -> Part:
-        """Which part of a batch this rank passes."""
+        """Returns the part of a batch that this rank passes."""
         return self.main.part
 
     @property
     def types(self) -> Mapping[str, str]:
-        """The types of the inputs of all microbatches, by name."""
+        """Returns the types of the inputs of all microbatches by name."""
         return self.main.types
 
     def close(self) -> None:
-        """Ends what is under way, for which others wait, and gives back threads and groups."""
+        """Completes work in flight that other ranks wait for, and releases threads and groups."""
         try:
             if self.continuous is not None and not self.continuous.broken_off:
                 with self.watch:
@@ -182,7 +182,7 @@ class Pipeline(PipelineState):
     # One step ------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and backward of all microbatches and an optimizer step.
+        """Runs forward and backward of all microbatches and an optimizer step.
 
         Args:
             batch: the same whole batch on every rank.
@@ -191,10 +191,10 @@ class Pipeline(PipelineState):
             The mean of the microbatches' losses, a scalar, the same on every rank.
 
         Raises:
-            BatchError: the batch is not like the captured one, or not the same on every rank.
+            BatchError: the batch differs from the captured one in structure, or between ranks.
             NonFiniteError: loss or gradients are not finite; nothing is updated.
-            RanksDifferError: other ranks make another call, or with other options.
-            ProgramError: the program has no loss, or gradients are switched off.
+            RanksDifferError: other ranks made another call or passed other options.
+            ProgramError: the program has no loss, or gradients are disabled.
             RankFailedError: another rank failed.
         """
         check_trainable(any(module.loss is not None for module in self.modules))
@@ -254,10 +254,10 @@ class Pipeline(PipelineState):
         return CudaGraph(partial(self._flushed, self.row), kernel.refresh)
 
     def _continued(self, continuous: Continuous, inputs: Tensors) -> Tensor:
-        """A period of rows that do not flush."""
+        """Runs one period of rows without flushes and returns the loss."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
-        # Generators that were alike stay so, and ranks that are steps apart cannot meet.
+        # Equal generators stay equal, and ranks that are steps apart cannot compare them.
         alike = bool(continuous.ahead) and not continuous.filling
         with self._states(self.row, alike) as enter, part(PHASE, "microbatches"):
             parts = self.main.parts(inputs)
@@ -267,7 +267,7 @@ class Pipeline(PipelineState):
         return torch.tensor(loss, dtype=self._share([]).dtype, device=self.device)
 
     def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
-        """What does rows, and keeps the losses that are made here."""
+        """Returns an interpreter that appends this rank's losses to `losses`."""
         played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
         played.results = losses_to(losses)
         return played
@@ -275,13 +275,13 @@ class Pipeline(PipelineState):
     def _states(
         self, row: Row, alike: bool = False
     ) -> AbstractContextManager[Callable[[Action], None]]:
-        """See `random_states`; `alike` says that the ranks' generators are."""
+        """Returns `random_states`; `alike` states that the generators of all ranks are equal."""
         runtime = next(iter(self.stages.values())).runtime
         count, everyone = self.placement.microbatches, None if alike else self.everyone
         return random_states(row, self.modules, count, runtime, everyone)
 
     def _synchronise(self, actions: Row) -> None:
-        """Do sums of gradients that stand side by side: those of replicas, then those of copies."""
+        """Reduces gradients of consecutive sum actions, over replicas and then over copies."""
         self._settle()
         for action in actions:
             gradients = self.stages[action.stage, action.copy].runtime.gradients
@@ -294,7 +294,7 @@ class Pipeline(PipelineState):
             self.copies.add_up(names if named else ())
 
     def _seen(self, losses: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Seen:
-        """What this rank has of a step besides gradients."""
+        """Returns this rank's observations of a step except for gradients."""
         return Seen(
             self._share(losses),
             inputs[TOKEN],
@@ -306,25 +306,25 @@ class Pipeline(PipelineState):
         )
 
     def _settle(self) -> None:
-        """Give the buffers what the last microbatch left in them."""
+        """Copies the buffers that the last microbatch computed into the stored ones."""
         for stage in self.stages.values():
             stage.writes.settle()
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the mean of all microbatches' losses."""
+        """Returns this rank's part of the mean of all microbatches' losses."""
         if losses and any(stage.reports_loss for stage in self.stages.values()):
             return torch.stack(list(losses)).sum() / self.placement.microbatches
         (dtype,) = {m.outputs[m.loss][0] for m in self.modules if m.loss is not None}
         return torch.zeros((), dtype=TORCH_DTYPES[dtype], device=self.device)
 
     def _add_up(self, part: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, in its place."""
+        """Sums a tensor over all ranks in place and returns it."""
         if self.everyone is not None:
             self.everyone.all_reduce(part)
         return part
 
     def _squares(self) -> Tensor:
-        """This rank's part of the sum of all gradients' squares, each counted once."""
+        """Returns this rank's part of the sum of squared gradients, each counted once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             own = stage.weights.gradients
@@ -339,7 +339,7 @@ class Pipeline(PipelineState):
         call: str,
         options: Mapping[str, str] | None = None,
     ) -> Tensors:
-        """The batch on this device, after checks."""
+        """Checks the batch and returns it on this device."""
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
@@ -353,7 +353,7 @@ class Pipeline(PipelineState):
     def forward(
         self, batch: Mapping[str, Tensor], program: PipelineProgram | None = None
     ) -> Evaluated:
-        """Run a forward that changes nothing; raises what `step` raises.
+        """Runs a forward without changing state; raises the errors of `step`.
 
         Args:
             batch: the tensors by name.
@@ -373,16 +373,16 @@ class Pipeline(PipelineState):
         inputs: Mapping[str, str],
         values: Mapping[str, Tensor],
     ) -> PipelineProgram:
-        """Take further programs of all stages over the same parameters; every rank calls it.
+        """Adds programs of all stages that share the parameters; every rank must call it.
 
         Args:
             modules: the loaded program of every stage.
-            placement: where they run, and when.
-            inputs: the types of the inputs of one microbatch, by name.
-            values: whole buffers and constants by name, for those that only they read.
+            placement: ranks and rows of the stages.
+            inputs: types of the inputs of one microbatch by name.
+            values: whole buffers and constants by name that only these programs read.
 
         Raises:
-            ProgramError: they store a parameter in another way.
+            ProgramError: a program stores a parameter in another layout.
         """
         with self.watch:
             stages = {

@@ -1,4 +1,4 @@
-"""The programs of all stages as one: what a pipeline runs, to train or to evaluate."""
+"""Combines the programs of all stages into one, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from autopar.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The programs of all stages, on this rank.
+    """The programs of all stages on this rank.
 
     Attributes:
         modules: the loaded program of every stage.
-        placement: where they run, and when.
-        inputs: of one microbatch: name -> dtype, global shape and layout, "i64[8@data, 16]".
-        stages: those of this rank, by number and copy.
-        peers, wires: the other ranks.
+        placement: ranks and rows of the stages.
+        inputs: dtype, global shape and layout of one microbatch's inputs by name,
+            "i64[8@data, 16]".
+        stages: stages of this rank by number and copy.
+        peers, wires: the other ranks and the channels to them.
         device: of this rank.
     """
 
@@ -48,12 +49,12 @@ class PipelineProgram:
 
     @cached_property
     def routes(self) -> Routes:
-        """Which values go from stage to stage."""
+        """The routes of values between stages."""
         return Routes.of(self.modules, self.placement)
 
     @cached_property
     def row(self) -> Row:
-        """What this rank does in a step."""
+        """The actions of this rank in a step."""
         return self.placement.rows[self.placement.row_of(self.peers.rank)]
 
     @property
@@ -63,7 +64,7 @@ class PipelineProgram:
 
     @property
     def part(self) -> Part:
-        """Which part of a batch this rank passes."""
+        """Returns the part of a batch that this rank passes."""
         return part_of(self.inputs, self._runtime)
 
     @cached_property
@@ -72,7 +73,7 @@ class PipelineProgram:
 
     @cached_property
     def types(self) -> dict[str, str]:
-        """The types of this rank's inputs of all microbatches, by name."""
+        """Returns the types of this rank's inputs of all microbatches by name."""
         count = self.placement.microbatches
         whole = {
             name: TensorType(t.dtype, (t.shape[0] * count, *t.shape[1:])) if t.shape else t
@@ -81,7 +82,7 @@ class PipelineProgram:
         return {name: str(type) for name, type in whole.items()}
 
     def parts(self, inputs: Mapping[str, Tensor]) -> list[Tensors]:
-        """Returns the inputs of each microbatch, by name."""
+        """Returns the inputs of each microbatch by name."""
         return [
             {name: self._slice(name, inputs[name], number) for name in self._sizes}
             for number in range(self.placement.microbatches)
@@ -92,15 +93,15 @@ class PipelineProgram:
         return value.narrow(0, number * shape[0], shape[0]) if shape else value
 
     def post(self) -> Post:
-        """Returns what the messages of a step go through."""
+        """Returns a post for the messages of one step."""
         return Post(self.routes.ways, self.peers.rank, self.device, self.wires)
 
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor]) -> Evaluated:
         """Returns the outputs, whole and on every rank; changes nothing.
 
-        Those of the microbatches stand in a row along their first dimension; of scalars it is the
-        mean.
+        Outputs of the microbatches are concatenated along their first dimension; scalars are
+        averaged.
         """
         row, found = forwards(self.row), dict[tuple[str, int], Tensor]()
 
@@ -126,7 +127,7 @@ class PipelineProgram:
         return Evaluated(outputs, layouts, lambda: outputs)
 
     def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
-        """The outputs of all microbatches, put together, on every rank."""
+        """Returns the combined outputs of all microbatches on every rank."""
         outputs: Tensors = {}
         for number, module in enumerate(self.modules):
             for name, (dtype, shape, _) in module.outputs.items():
@@ -145,7 +146,7 @@ class PipelineProgram:
         return outputs
 
     def _speaker(self, stage: int, microbatch: int) -> int:
-        """The first rank that does the forward of a stage on a microbatch."""
+        """Returns the first rank that runs the forward of a stage on a microbatch."""
         copy = next(
             action.copy
             for row in self.placement.rows

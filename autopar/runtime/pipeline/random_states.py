@@ -1,4 +1,4 @@
-"""The CPU's random numbers of a pipeline, which are those of the run without stages."""
+"""Gives a pipeline the random numbers that the CPU's generator produces without stages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def random_states(
     runtime: Runtime,
     everyone: Channel | None,
 ) -> Iterator[Callable[[Action], None]]:
-    """Gives what puts the CPU's generator where a forward of the unsharded run would find it.
+    """Yields a function that sets the CPU's generator to its state in the unsharded run.
 
-    That run does one microbatch after the other, each through all stages. So every rank draws and
-    forgets what the other stages draw. Afterwards the generators are where it would leave them,
-    alike on all ranks.
+    The unsharded run computes one microbatch after the other, each through all stages. Every rank
+    therefore draws and discards the random numbers of the other stages. On exit the generators of
+    all ranks have the state that the unsharded run would leave.
     """
     if not any(module.random for module in modules):
         yield lambda action: None

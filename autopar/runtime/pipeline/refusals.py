@@ -1,4 +1,4 @@
-"""What does not compose with a schedule that does not flush, by name and with the reason."""
+"""Refuses features that do not work with schedules without flushes, with name and reason."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def refuse_what_cannot_stream(
     device: torch.device,
     owners: Sequence[Owners] = (),
 ) -> None:
-    """Returns where stages can be updated while microbatches are under way.
+    """Refuses stages that cannot be updated while microbatches are in flight.
 
     Args:
-        modules: of the stages.
-        placement: where they run, and their rows.
+        modules: loaded programs of the stages.
+        placement: ranks and rows of the stages.
         training: how the local parameters are updated.
-        tied: keys of parameters that several stages hold, and which do.
-        device: where this process computes.
-        owners: what ranks update for one another.
+        tied: keys of parameters that several stages share, with the sharing stages.
+        device: the device of this process.
+        owners: updates that ranks do for one another.
 
     Raises:
-        ProgramError: something of it cannot be done, by name.
+        ProgramError: a feature is not supported; names it.
     """
     for name, holders in tied.items():
         stages = " and ".join(str(stage) for stage, _ in sorted(holders))
@@ -116,7 +116,7 @@ def _refuse_module(module: Generated, placement: Placement) -> None:
 
 
 def _refuse_sums(module: Generated, device: torch.device) -> None:
-    """Of sums that go on beside the next steps."""
+    """Refuses gradient sums that cannot overlap with the next steps."""
     if device.type == "cuda":
         _refuse(
             "sums of gradients that arrive steps later, on a CUDA device",

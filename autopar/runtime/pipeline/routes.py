@@ -1,4 +1,4 @@
-"""Routes: which values go from stage to stage of a pipeline, where the stages run, and when."""
+"""Routes of values between the stages of a pipeline, and the placement of the stages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Ways = tuple[tuple[str, Letter, bool], ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages are, and what is done there.
+    """The ranks and actions of the stages.
 
     Attributes:
-        ranks: `ranks[copy][stage]` are the global ranks of that copy of a stage, row-major on the
-            stage's mesh. Stages with the same first rank share their ranks.
+        ranks: `ranks[copy][stage]` lists the global ranks of that copy of a stage, row-major on the
+            stage's mesh. Stages with the same first rank share all their ranks.
         rows: the complete rows of each group of ranks, in any order of groups; see
             `ir/pipeline_step.py`.
-        microbatches: in a step, or in a period of what does not flush.
-        adjustment: what makes up for stale weights.
-        first: how many periods run flushed rows at first, and these; None for none.
+        microbatches: number in a step, or in a period of a schedule without flushes.
+        adjustment: correction for stale weights.
+        first: number of initial periods with flushed rows, and those rows; None for none.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -49,7 +49,7 @@ class Placement:
         return flushes(self.rows)
 
     def on(self, ranks: Sequence[int]) -> Placement:
-        """The same with other global ranks in the places of 0, 1, ..."""
+        """Returns the placement with `ranks` in place of the global ranks 0, 1, ..."""
         moved = tuple(
             tuple(tuple(ranks[rank] for rank in members) for members in copy) for copy in self.ranks
         )
@@ -61,21 +61,21 @@ class Placement:
         return len(self.ranks[0])
 
     def row_of(self, rank: int) -> int:
-        """The row of a global rank."""
+        """Returns the index of the row of a global rank."""
         return next(n for n, ranks in enumerate(self.groups) if rank in ranks)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A value that goes from the stage that makes it to one that reads it.
+    """The route of a value from the stage that produces it to one that reads it.
 
     Attributes:
         value: its name.
         maker, reader: the stages.
-        copy: of the stages, where there are several.
-        there: number of its way.
-        back: number of its gradient's way, None where there is none.
-        here: whether both are on the same ranks.
+        copy: copy of the stages, if there are several.
+        there: number of the way of the value.
+        back: number of the way of its gradient, None if it has none.
+        here: whether both stages are on the same ranks.
     """
 
     value: str
@@ -89,7 +89,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """All routes of a pipeline, in one order for all ranks."""
+    """All routes of a pipeline, in the same order on all ranks."""
 
     routes: tuple[Route, ...]
     ways: tuple[Way, ...]
@@ -97,7 +97,7 @@ class Routes:
 
     @classmethod
     def of(cls, modules: Sequence[Generated], placement: Placement) -> Routes:
-        """The routes that the modules' tables of results and of received values imply."""
+        """Returns the routes between the results and the received values of the modules."""
         meshes = [module.mesh for module in modules]
         routes: list[Route] = []
         ways: list[Way] = []
@@ -119,7 +119,7 @@ class Routes:
         return cls(tuple(routes), tuple(ways))
 
     def letters(self, action: Action) -> Named:
-        """What a transfer carries, by name of value."""
+        """Returns the letters of a transfer by name of value."""
         one, other = action.stage, action.partner
         forwards = action.kind.endswith("F")
         if action.kind in ("RECV_F", "SEND_B"):
@@ -133,15 +133,15 @@ class Routes:
         )
 
     def needed(self, action: Action) -> Named:
-        """What a compute action waits for, by name of value."""
+        """Returns the letters that a computation waits for, by name of value."""
         return tuple((value, letter) for value, letter, _ in self._around(action)[0])
 
     def made(self, action: Action) -> tuple[tuple[str, Letter, bool], ...]:
-        """What a compute action makes for others: names, and whether they are on the same ranks."""
+        """Returns name and letter of each value to send, and whether its reader is local."""
         return self._around(action)[1]
 
     def _around(self, action: Action) -> tuple[Ways, Ways]:
-        """What comes to an action and what leaves it."""
+        """Returns the incoming and the outgoing ways of an action."""
         kind, stage, microbatch, copy = action[:4]
         if kind == "W":
             return (), ()

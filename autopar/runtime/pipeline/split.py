@@ -1,12 +1,12 @@
-"""A backward in two halves: gradients of what was received first, those of the parameters later.
+"""Splits a backward in two: gradients of received values first, those of parameters later.
 
-Zero-bubble schedules (arXiv:2401.10241) send the gradient of a stage's input at once and fill gaps
-with the gradients of its weights. In autograd's graph the first half runs the nodes on the ways
-from the results to the received values. The nodes there from which a way leads aside, to a
-parameter, are its *borders*: the gradients that arrive at them are kept, and the second half begins
-with them, so that it repeats nothing but their own kernels. (torch's own split, in
-torch.distributed.pipelining, walks over sets; its order differs from process to process, which
-collectives in the backward do not bear.)
+Zero-bubble schedules (arXiv:2401.10241) send the gradient of a stage's input immediately and fill
+idle time with the gradients of its weights. In autograd's graph, the first half runs the nodes on
+the paths from the results to the received values. A node on such a path that also leads to a
+parameter is a *border*: the gradients that arrive at it are stored, and the second half starts from
+them, so that it repeats only the kernels of the borders. (torch's own split, in
+torch.distributed.pipelining, iterates over sets, so its order differs between processes, which
+breaks collectives in the backward.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Arrived = tuple[Tensor | None, ...]
 
 @dataclass
 class _Border:
-    """A node with ways aside, the weights at their ends, and the gradients that arrived at it.
+    """A node on a path to a received value that also leads to weights.
 
-    A result that depends on weights only is one too; no leaf stands behind it.
+    Stores these weights and the gradients that arrived at the node. A result that depends only on
+    weights is a border, too, although no received value is behind it.
     """
 
     node: Node
@@ -37,10 +38,10 @@ class _Border:
 
 @dataclass
 class Later:
-    """The second half, which can be run once.
+    """The second half of a backward, which can run once.
 
     Attributes:
-        groups: borders that share weights, directly or not; every weight is in one group.
+        groups: borders that share weights, directly or indirectly; every weight is in one group.
         variables: the weights by their nodes.
     """
 
@@ -48,7 +49,7 @@ class Later:
     variables: dict[Node, Tensor] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Add the gradients of the weights to what they have."""
+        """Accumulates the gradients of the weights."""
         while self.groups:
             self._run(self.groups.pop(0))
 
@@ -62,7 +63,7 @@ class Later:
         if not edges:
             return
         weights = list(dict.fromkeys(node for border in group for node in border.weights))
-        # A way between two borders brings a gradient that is known already.
+        # A path between two borders carries a gradient that is known already.
         clamps = [
             border.node.register_prehook(_giver(border.arrived))
             for border in group
@@ -73,13 +74,13 @@ class Later:
                 edges,
                 [GradientEdge(node, 0) for node in weights],
                 gradients,
-                retain_graph=len(group) > 1,  # such a way may pass another group's border
+                retain_graph=len(group) > 1,  # such a path may cross another group's border
                 allow_unused=True,
             )
         finally:
             for clamp in clamps:
                 clamp.remove()
-        # A gradient that passed through as it is belongs to others, too: it is not added to.
+        # A gradient that was passed on unchanged is shared, so it must not be modified in place.
         held = Counter(_storage(g) for g in (*gradients, *found) if g is not None)
         for node, gradient in zip(weights, found, strict=True):
             weight = self.variables[node]
@@ -94,7 +95,7 @@ class Later:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """Returns an identifier of the memory of a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -104,16 +105,16 @@ def backward_input(
     leaves: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], Later]:
-    """The first half of a backward.
+    """Runs the first half of a backward.
 
     Args:
-        results: with a graph behind them.
+        results: tensors with an autograd graph.
         gradients: of the results.
-        leaves: whose gradients are wanted now.
-        weights: whose gradients are wanted later.
+        leaves: tensors whose gradients are computed now.
+        weights: tensors whose gradients are computed later.
 
     Returns:
-        The gradients of the leaves, None where there is none, and the second half.
+        The gradients of the leaves, None for those without one, and the second half.
     """
     targets = {get_gradient_edge(leaf).node for leaf in leaves}
     variables = {get_gradient_edge(weight).node: weight for weight in weights}
@@ -136,7 +137,7 @@ def backward_input(
 
 
 def _of_results(node: Node, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> Arrived:
-    """The gradients of the results that a node made, by place."""
+    """Returns the gradients of the results of a node, by output index."""
     own = {
         edge.output_nr: gradient
         for edge, gradient in zip(roots, gradients, strict=True)
@@ -161,7 +162,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _order(roots: Sequence[Node]) -> list[Node]:
-    """All nodes behind the roots, every one after those that it leads to."""
+    """Returns all nodes behind the roots in topological order, children first."""
     done: dict[Node, None] = {}
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
@@ -179,9 +180,9 @@ def _order(roots: Sequence[Node]) -> list[Node]:
 def _borders(
     roots: Sequence[Node], targets: set[Node], variables: Mapping[Node, Tensor]
 ) -> list[_Border]:
-    """The borders, in one order for equal graphs."""
+    """Returns the borders, in the same order for equal graphs."""
     on_way: set[Node] = set()
-    aside: dict[Node, dict[Node, None]] = {}  # weights behind nodes off the ways
+    aside: dict[Node, dict[Node, None]] = {}  # weights behind nodes off the paths
     borders = []
     for node in _order(roots):
         children = _children(node)
@@ -206,5 +207,5 @@ def _grouped(borders: Sequence[_Border]) -> list[list[_Border]]:
         meeting = [g for g in groups if any(set(border.weights) & set(b.weights) for b in g)]
         groups = [group for group in groups if group not in meeting]
         groups.append([other for group in meeting for other in group] + [border])
-    # Those of one border free what they come by, so they come last.
+    # Groups of one border free the buffers on their paths, so they come last.
     return sorted(groups, key=lambda group: len(group) == 1)

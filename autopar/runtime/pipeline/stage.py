@@ -1,4 +1,4 @@
-"""One stage of a pipeline on one of its devices: its parameters, forwards and backwards."""
+"""Runs one stage of a pipeline on one device: its parameters, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Share = float | Tensor
 
 
 def _newest(action: Action) -> AbstractContextManager[None]:
-    """An action on the weights as they are."""
+    """Runs an action on the newest weights."""
     return nullcontext()
 
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward.
+    """The state that a forward saves for its backward.
 
     Attributes:
-        leaves: that were received.
-        results: with gradients.
-        given: the forward's inputs, of the batch and received, from which it can run again.
-        random: the state of the CPU's generator before it; None where it draws nothing.
+        leaves: received values.
+        results: results with gradients.
+        given: inputs of the forward, from the batch and received, from which it can run again.
+        random: state of the CPU's generator before the forward; None if it draws no numbers.
     """
 
     leaves: Tensors
@@ -47,13 +47,13 @@ class _Kept:
 
 
 class Stage:
-    """A stage, with the state that this device holds of it.
+    """A stage with its state on this device.
 
     Args:
         module: the loaded program of the stage.
         runtime: its mesh.
-        number, copy: which stage, and which copy of it.
-        state: how the mesh stores the parameters and buffers.
+        number, copy: number of the stage, and of its copy.
+        state: storage of the parameters and buffers on the mesh.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Stage:
         self.updated: Tensors = {}
         self.named: Tensors = {}
         self.writes = Writes({})
-        # Which weights an action runs on, where there are several versions.
+        # Selects the weights of an action if there are several versions.
         self.weights_for: Callable[[Action], AbstractContextManager[None]] = _newest
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Later] = {}
 
     def make_room(self, device: torch.device) -> None:
-        """Make the local tensors of all parameters and buffers, to be loaded later."""
+        """Allocates the local tensors of all parameters and buffers, which are loaded later."""
         self.tensors = [
             nn.Parameter(tensor) if parameter.trainable else tensor
             for parameter, tensor in zip(
@@ -89,14 +89,14 @@ class Stage:
         self.updated = dict(zip(keys, self.weights.updated, strict=True))
 
     def beside(self, module: Generated, values: Mapping[str, Tensor]) -> Stage:
-        """Returns the stage under another program, over the same tensors.
+        """Returns a stage with another program over the same tensors.
 
         Args:
             module: the loaded program, with the same layouts of parameters.
-            values: constants that only it reads, by name, whole.
+            values: whole constants by name that only this program reads.
 
         Raises:
-            ProgramError: it stores a parameter in another way.
+            ProgramError: the program stores a parameter in another layout.
         """
         known = self.state.parameters
         variant = variant_of(module, self.runtime, known, self.named, values)
@@ -107,12 +107,12 @@ class Stage:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that have gradients, by key, as they are held."""
+        """The stored parameters that have gradients, by key."""
         return {k: t for k, t in self.named.items() if isinstance(t, nn.Parameter)}
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this device reports the stage's loss: one does for all that have the same."""
+        """Whether this device reports the stage's loss; only one of several equal ones does."""
         if self.module.loss is None:
             return False
         _, _, layout = self.module.outputs[self.module.loss]
@@ -120,19 +120,21 @@ class Stage:
         return not any(comm.coordinate[a] for a in comm.mesh.names if a not in layout.partial)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this device's part of a received value."""
+        """Returns the shape of this device's part of a received value."""
         value = self.received[name]
         return value.layout.local_shape(value.shape, self.runtime.mesh, self.runtime.coordinate)
 
     def forward(
         self, microbatch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Tensors:
-        """The results on one microbatch by name; under autograd its backward can follow.
+        """Runs a forward on one microbatch and returns its results by name.
+
+        With autograd enabled, a backward can follow.
 
         Args:
             microbatch: its number.
-            batch: the inputs, whole.
-            received: what other stages sent, in the layouts that the module tells.
+            batch: the whole inputs.
+            received: values from other stages, in the layouts that the module declares.
         """
         leaves: Tensors = {}
         inputs = {name: batch[name] for name in self.module.inputs}
@@ -141,13 +143,13 @@ class Stage:
         for name, value in received.items():
             if torch.is_grad_enabled() and self.received[name].gradient:
                 leaves[name] = value.detach().requires_grad_()
-                # The program must not take it for a parameter, whose gradient waits for the end.
+                # The program must not treat it as a parameter, whose gradient is accumulated.
                 inputs[name] = leaves[name].view_as(leaves[name])
             else:
                 inputs[name] = value
         saving = self.runtime.saving(self.weights, inputs.values())
         with saving, self.runtime.writing(self.writes):
-            # Outputs that nothing else needs are for those who ask for them.
+            # Skip outputs that only a caller would read.
             parameters = self.runtime.given(self.writes.given)
             outputs = not torch.is_grad_enabled()
             results = self.module.forward(self.runtime, parameters, inputs, outputs)
@@ -161,12 +163,12 @@ class Stage:
         return {name: value.detach() for name, value in results.items()}
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], share: Share) -> Tensors:
-        """The whole backward: gradients of what was received, by name.
+        """Runs the whole backward and returns the gradients of received values by name.
 
         Args:
             microbatch: its number.
-            gradients: of the results, by name; of those that are missing there is none.
-            share: gradient of the loss, where it is made here.
+            gradients: of the results by name; a missing result has no gradient.
+            share: returns the gradient of the loss if this stage computes the loss.
         """
         kept = self._kept.pop(microbatch)
         results, seeds = self._seeds(kept, gradients, share)
@@ -181,7 +183,7 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Mapping[str, Tensor], share: Share
     ) -> Tensors:
-        """The first half of a backward, which returns what `backward` does."""
+        """Runs the first half of a backward and returns the same gradients as `backward`."""
         kept = self._kept.pop(microbatch)
         results, seeds = self._seeds(kept, gradients, share)
         leaves = list(kept.leaves.values())
@@ -196,7 +198,7 @@ class Stage:
         }
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half: gradients of the parameters."""
+        """Runs the second half of a backward, which accumulates the gradients of the parameters."""
         self._later.pop(microbatch).run()
         self._end_of_backward()
 
@@ -208,7 +210,7 @@ class Stage:
     def _seeds(
         self, kept: _Kept, gradients: Mapping[str, Tensor], share: Share
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The results that a backward begins with, and their gradients."""
+        """Returns the results from which a backward starts, and their gradients."""
         given = dict(gradients)
         if self.module.loss in kept.results:
             given[self.module.loss] = torch.ones_like(kept.results[self.module.loss]) * share
@@ -216,7 +218,7 @@ class Stage:
         return [kept.results[name] for name in names], [given[name] for name in names]
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Discards the state of a failed step."""
         self._kept.clear()
         self._later.clear()
         self.writes.drop()
@@ -224,7 +226,7 @@ class Stage:
     # Checkpoints ---------------------------------------------------------------------------------
 
     def saved(self, put: Put) -> Any:
-        """Returns gradients that no update has taken, and inputs of what is under way."""
+        """Returns gradients that are not yet applied, and inputs of microbatches in flight."""
         gradients = self.runtime.gradients
         return {
             "gradients": [
@@ -244,7 +246,7 @@ class Stage:
         }
 
     def resume(self, saved: Any, get: Get) -> None:
-        """Takes the gradients back."""
+        """Restores the gradients."""
         gradients = self.runtime.gradients
         for weight, (held, updated, begun) in zip(
             self.weights.all, saved["gradients"], strict=True
@@ -256,7 +258,7 @@ class Stage:
     def again(
         self, saved: Any, get: Get, leaving: Callable[[int], AbstractContextManager[None]]
     ) -> None:
-        """Runs the forwards that are under way again, each inside `leaving` of its microbatch."""
+        """Repeats the forwards of microbatches in flight, each in its context `leaving`."""
         for microbatch, (batch, received, random) in sorted(saved["inputs"].items()):
             if random is not None:
                 torch.set_rng_state(get(random).cpu())
@@ -269,5 +271,5 @@ class Stage:
 
 
 def _apart(weight: Weight) -> Tensor | None:
-    """The gradient of what is held of a parameter, where the optimizer updates another tensor."""
+    """Returns the gradient of the stored parameter if the optimizer updates another tensor."""
     return None if weight.held is weight.updated else weight.held.grad

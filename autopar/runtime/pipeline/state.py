@@ -1,4 +1,4 @@
-"""The parameters of all stages of a pipeline on one rank: shown whole, saved and loaded."""
+"""Gathers, saves and loads the parameters of all stages of a pipeline on one rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from autopar.runtime.update.update import Update
 
 
 class PipelineState:
-    """What the stages of a pipeline hold on this rank.
+    """The state of a pipeline's stages on this rank.
 
     Attributes:
-        everywhere: all stages, also those of other ranks; `stages` those that are here.
+        everywhere: all stages, including those of other ranks; `stages` lists the local ones.
         shapes: whole shapes by name.
-        tied: further names of parameters.
-        loaded: whether there are values.
-        continuous: runs the steps of a schedule that does not flush.
+        tied: additional names of parameters.
+        loaded: whether values have been loaded.
+        continuous: runs the steps of a schedule without flushes.
     """
 
     everywhere: dict[tuple[int, int], Stage]
@@ -50,12 +50,12 @@ class PipelineState:
     loaded: bool
     continuous: Continuous | None
     graph: CudaGraph | None
-    apart = None  # it is one replica
+    apart = None  # a pipeline is one replica
     placement: Placement
     modules: Sequence[Generated]
 
     def meet(self, call: str, drain: bool = True) -> None:
-        """As `Executor.meet`; without `drain` what is under way stays so."""
+        """Acts as `Executor.meet`; with `drain=False`, microbatches stay in flight."""
         with self.watch:
             self._intake.meet(call)
             if drain:
@@ -63,26 +63,26 @@ class PipelineState:
             self.update.check.settle(self._intake.differences)
 
     def settle(self) -> None:
-        """Wait for calls that are under way between two steps."""
+        """Waits for transfers in flight between two steps."""
         if self.continuous is not None:
             with self.watch:
                 self.continuous.settle()
 
     def drain(self) -> None:
-        """Run what is under way to its end, where a schedule does not flush."""
+        """Completes the microbatches in flight under a schedule without flushes."""
         if self.continuous is not None:
             self.continuous.drain()
 
     @cached_property
     def streams(self) -> str:
-        """See `Holder`."""
+        """Implements `Holder`."""
         if self.continuous is None:
             return ""
         facts = [str(self.placement), *(str(module.described) for module in self.modules)]
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
     def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
-        """See `Holder`; where a forward cannot run again later, drains instead."""
+        """Implements `Holder`; drains the pipeline if a forward cannot be repeated later."""
         continuous = self.continuous
         if continuous is None or continuous.filling:
             return None
@@ -95,14 +95,14 @@ class PipelineState:
         return found.record, found.tensors
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """See `Holder`."""
+        """Implements `Holder`."""
         found = UnderWay.of(record, tensors)
         assert self.continuous is not None
         self.continuous.resume(found.values, found.get)
 
     @property
     def held(self) -> list[Held]:
-        """What this rank holds; of copies, the first stage's are saved."""
+        """Returns the state of this rank; of several copies, only the first stage's is saved."""
         first: dict[str, tuple[int, int]] = {}
         for key, stage in self.everywhere.items():
             for name in stage.state.names:
@@ -115,13 +115,14 @@ class PipelineState:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of what this device updates."""
+        """The optimizer of the parameters that this device updates."""
         return self.update.optimizer
 
     def state_dict(self, average: bool = False) -> Tensors:
-        """Every parameter and buffer by name, whole, on every rank; masters where there are.
+        """Returns every parameter and buffer by name, whole, on every rank.
 
-        With `average` the averages of what is trained.
+        Parameters with a master are given by it. With `average`, trained parameters are replaced by
+        their averages.
         """
         full: Tensors = {}
         for stage in self.everywhere.values():
@@ -129,7 +130,7 @@ class PipelineState:
                 if name in full:
                     continue
                 if stage.runtime.rank >= 0:
-                    # A copy, as on the ranks that do not hold it.
+                    # a copy; ranks without it skip it, too
                     value = self._whole(stage, name, average).clone()
                 else:
                     parameters = stage.state.parameters
@@ -141,7 +142,7 @@ class PipelineState:
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
     def _whole(self, stage: Stage, name: str, average: bool) -> Tensor:
-        """A tensor of a stage; its average if that is asked for, its master where it has one."""
+        """Returns a whole tensor of a stage: its average if requested, else its master if any."""
         state, weights = stage.state, stage.weights
         if average and name in state.trained.names:
             return state.trained.whole(name, self.update.averages_of(weights.trained))
@@ -150,7 +151,7 @@ class PipelineState:
         return state.whole(name, stage.tensors)
 
     def refresh(self) -> None:
-        """Make what is held again of what the optimizer updates."""
+        """Updates the stored parameters from the tensors that the optimizer updates."""
         for stage in self.stages.values():
             stage.weights.cut()
             stage.weights.gather()
@@ -159,21 +160,21 @@ class PipelineState:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
+        """Loads a full or DTensor state_dict; raises StateError if it does not fit."""
         self._load(values)
         self.update.restart()
         self._restart()
         self.loaded = True
 
     def _restart(self) -> None:
-        """Forgets what refers to the tensors before a load."""
+        """Drops references to the current tensors before a load."""
         if self.continuous is not None:
             self.continuous.restart()
         if self.graph is not None:
             self.graph.reset()
 
     def _load(self, values: Mapping[str, Tensor], *, from_first: bool = False) -> None:
-        """Deal out the values."""
+        """Distributes the values to the stages."""
         check_state_dict(values, self.shapes, self.tied)
         for name in self.shapes:
             names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]

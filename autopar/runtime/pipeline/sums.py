@@ -1,4 +1,4 @@
-"""Sums of a stage's gradients over its replicas that go on beside the steps to come."""
+"""Sums a stage's gradients over its replicas while the next steps run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.runtime.ranks.channel import Waiting
 
 @dataclass(frozen=True)
 class _Sum:
-    """Gradients of weights that are replicated over the same devices, in one buffer."""
+    """One buffer of gradients of weights that are replicated over the same devices."""
 
     weights: list[Weight]
     total: Tensor
@@ -25,15 +25,15 @@ class _Sum:
 
 @dataclass(frozen=True)
 class Sums:
-    """The gradients of one update of a stage, on their way."""
+    """The gradients of one update of a stage, during their reduction."""
 
     parts: list[_Sum]
 
     @classmethod
     def begin(cls, stage: Stage) -> Sums:
-        """Take a stage's gradients as this device has them, and begin to add them up.
+        """Starts to reduce a stage's local gradients.
 
-        Every parameter is summed by one all_reduce at most; see `refusals.py`.
+        Every parameter needs at most one all_reduce; `refusals.py` ensures that.
         """
         gradients = stage.runtime.gradients
         if gradients is not None:
@@ -46,24 +46,24 @@ class Sums:
         return cls([_begun(stage, axes, weights) for axes, weights in together.items()])
 
     def saved(self, stage: Stage, put: Put) -> Any:
-        """Returns the sums, which have arrived, and whose they are; see `under_way.py`."""
+        """Returns the completed sums and their parameters; see `under_way.py`."""
         every = stage.weights.all
         return [[[every.index(w) for w in part.weights], put(part.total)] for part in self.parts]
 
     @classmethod
     def resume(cls, stage: Stage, saved: Any, get: Get) -> Sums:
-        """Inverts `saved`."""
+        """Restores what `saved` returned."""
         every = stage.weights.all
         return cls([_Sum([every[n] for n in own], get(total), None) for own, total in saved])
 
     def wait(self) -> None:
-        """Wait for the sums."""
+        """Waits for the sums."""
         for part in self.parts:
             if part.waiting is not None:
                 part.waiting.wait()
 
     def arrive(self) -> None:
-        """Wait for the sums, and give them to the optimizer."""
+        """Waits for the sums and passes them to the optimizer."""
         self.wait()
         for part in self.parts:
             sizes = [weight.updated.numel() for weight in part.weights]

@@ -1,8 +1,8 @@
-"""Copies of a parameter in several stages: their gradients are added up before the update.
+"""Adds up the gradients of parameters that several stages share, before the update.
 
-Tied weights, such as an embedding that is also the head, and the second model of a bidirectional
-schedule. Every holder sends its gradient to all others and adds up all of them in one order, so
-that the copies get equal gradients, to the bit, and stay equal.
+These are tied weights, such as an embedding that is also the head, and the second model of a
+bidirectional schedule. Every holder sends its gradient to all others and adds all gradients in the
+same order, so the copies get bitwise equal gradients and stay equal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Key = tuple[int, int]  # stage, copy
 
 
 class Copies:
-    """The parameters that several stages hold.
+    """The parameters that several stages share.
 
     Args:
-        stages: all stages of the pipeline, also those of other ranks.
-        rank: this process's global rank.
-        wires: what messages go through.
-        device: where this process computes.
-        everyone: all ranks; None for one alone.
+        stages: all stages of the pipeline, including those of other ranks.
+        rank: global rank of this process.
+        wires: channels of the messages.
+        device: the device of this process.
+        everyone: channel of all ranks; None for a single rank.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Copies:
         return Side(comm.mesh, comm.ranks, parameter.storage.updated)
 
     def counted_elsewhere(self, stage: Stage) -> frozenset[str]:
-        """Keys of the parameters of a stage that stand in an earlier one too."""
+        """Returns keys of a stage's parameters that an earlier stage holds, too."""
         own = (stage.number, stage.copy)
         return frozenset(name for name, held in self.holders.items() if own != next(iter(held)))
 
     def add_up(self, names: Collection[str] = ()) -> None:
-        """Give all copies of each parameter the sum of their gradients; all holders call it.
+        """Sets the gradients of all copies to their sum; every holder must call it.
 
         Args:
             names: keys of the parameters; () for all.

@@ -1,10 +1,10 @@
-"""What is under way between two steps of a pipeline that does not flush, for its checkpoints.
+"""Saves the state in flight between two steps of a pipeline without flushes, for checkpoints.
 
-Every part of a rank says its own with `saved(put)`, as plain values in which `put` replaces
-tensors, and takes it again with `resume(saved, get)`: older versions of weights, gradients that no
-update has taken, messages that have arrived, sums and reports. Of microbatches whose backward is
-to come, the inputs are kept. Their forwards run again on the weights that they saw; where no
-version is stashed, autograd gets in place of what it would keep what it kept then.
+Every component of a rank returns its state from `saved(put)`, as plain values in which `put`
+replaces tensors, and restores it in `resume(saved, get)`: older versions of weights, gradients that
+are not yet applied, received messages, sums and reports. For microbatches with a pending backward,
+the inputs are saved. Their forwards run again on the same weights as before. If no version of these
+weights is stashed, autograd saves the tensors that it had saved in the first run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Get = Callable[[Any], Tensor]
 
 @dataclass
 class UnderWay:
-    """Plain values, and the tensors that they name by number.
+    """Plain values, and the tensors to which they refer by number.
 
     Attributes:
-        tensors: each contiguous, and in memory of its own.
-        values: where a tensor stood, its number, shape and strides.
+        tensors: contiguous tensors that share no memory.
+        values: contain number, shape and strides in place of each tensor.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -39,9 +39,9 @@ class UnderWay:
     _storages: set[int] = field(default_factory=set)
 
     def put(self, tensor: Tensor) -> Any:
-        """Keeps a tensor; returns what stands in its place.
+        """Stores a tensor and returns a reference to it.
 
-        Elements that repeat along a dimension are kept once, and so is a tensor that comes again.
+        Elements that repeat along a dimension are stored once, as is a tensor that recurs.
         """
         size, stride = tuple(tensor.shape), tensor.stride()
         base = tensor.detach()
@@ -52,7 +52,7 @@ class UnderWay:
         key = storage, base.storage_offset(), tuple(base.shape), base.stride(), base.dtype
         if key not in self._numbers or not storage:
             made = base.contiguous()
-            # A file keeps no two tensors of one memory.
+            # A file cannot store two tensors that share memory.
             shared = storage in self._storages and made.untyped_storage().data_ptr() == storage
             self._storages.add(storage)
             self._numbers[key] = len(self.tensors)
@@ -61,7 +61,7 @@ class UnderWay:
         return {"tensor": number, "size": list(size), "stride": list(stride)}
 
     def get(self, entry: Any) -> Tensor:
-        """Returns a tensor with the strides that it had, on which sums of a kernel depend."""
+        """Returns a tensor with its original strides, on which a kernel's rounding depends."""
         stored = self.tensors[entry["tensor"]]
         size, stride = tuple(entry["size"]), tuple(entry["stride"])
         made = torch.empty_strided(
@@ -72,13 +72,13 @@ class UnderWay:
 
     @property
     def record(self) -> Tensor:
-        """The values as bytes."""
+        """Returns the values as bytes."""
         text = json.dumps(encode(self.values, "what is under way"))
         return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
     @classmethod
     def of(cls, record: Tensor, tensors: Sequence[Tensor]) -> UnderWay:
-        """Inverts `record`; CheckpointError if it is none."""
+        """Parses a `record`; raises CheckpointError if it is invalid."""
         try:
             values = decode(json.loads(bytes(record.tolist()).decode("utf-8")))
         except (ValueError, RecursionError) as error:
@@ -89,10 +89,10 @@ class UnderWay:
 
 
 def put_all(tensors: Sequence[Tensor | None], put: Put) -> list[Any]:
-    """Returns what stands in place of tensors, None where there is none."""
+    """Stores tensors and returns references to them, None for None."""
     return [None if tensor is None else put(tensor) for tensor in tensors]
 
 
 def get_all(entries: Sequence[Any], get: Get) -> list[Tensor | None]:
-    """Inverts `put_all`."""
+    """Returns the tensors of references from `put_all`."""
     return [None if entry is None else get(entry) for entry in entries]

@@ -1,10 +1,10 @@
-"""The weights of a stage that is updated while microbatches are under way.
+"""Versions of the weights of a stage that is updated while microbatches are in flight.
 
-A parameter is one tensor whose newest values the optimizer changes in place. Before an update that
-would overwrite values which are still needed, they are copied into a spare buffer; an action on
-older weights runs while the parameters hold that buffer. What autograd keeps of a parameter for its
-backward is not kept but looked up then, so that a backward runs on the weights that its row says:
-those that its forward saw, or, where nothing is stashed, the newest ones.
+A parameter is one tensor, whose newest values the optimizer changes in place. Before an update
+overwrites values that are still needed, they are copied to a spare buffer; for an action on older
+weights, the parameters temporarily hold that buffer. Autograd does not save a parameter for its
+backward but looks it up at that time, so a backward runs on the weights that its row specifies:
+those of its forward, or the newest ones if nothing is stashed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar.ir.pipeline_step import Adjustment
 from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 
-VELOCITY = "velocity"  # in the optimizer's state of a parameter, so that checkpoints have it
+VELOCITY = "velocity"  # in the optimizer's state of a parameter, for checkpoints
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """A view of a parameter, in place of which nothing is kept."""
+    """A reference to a view of a parameter, saved in place of its values."""
 
     held: Tensor
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ class _Reference:
 
 
 class _Slot:
-    """A tensor that autograd keeps, which a checkpoint can find."""
+    """A tensor that autograd saves, accessible to checkpoints."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -50,11 +50,11 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward whose backward is to come.
+    """A forward with a pending backward.
 
     Attributes:
-        version: of the weights that it ran on.
-        slots: what autograd keeps of it, in order, where no older version is held.
+        version: of the weights that it used.
+        slots: tensors that autograd saves for it, in order, if no older version is stored.
     """
 
     version: int
@@ -65,32 +65,32 @@ class Versions:
     """The versions of one stage's weights on this device.
 
     Args:
-        weights: its parameters.
-        count: how many versions are held.
-        stage: its number.
-        adjustment: what makes up for stale weights.
+        weights: the stage's parameters.
+        count: number of stored versions.
+        stage: number of the stage.
+        adjustment: correction for stale weights.
 
     Attributes:
-        updates: since the stage last had nothing under way.
-        total: of the whole training.
+        updates: number of updates since the stage last had no microbatch in flight.
+        total: number of updates in the whole training.
     """
 
     def __init__(self, weights: Weights, count: int, stage: int, adjustment: Adjustment) -> None:
         self.updates = self.total = 0
         self._count, self._stage, self._adjustment = count, stage, adjustment
         self._trained: list[Weight] = [w for w in weights.all if w.updated.requires_grad]
-        self._older: deque[list[Tensor]] = deque()  # the next older one first
+        self._older: deque[list[Tensor]] = deque()  # from newer to older
         self._before: list[Tensor] = []
         self._forwards: dict[int, _Forward] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is held beside the parameters themselves, velocities left out."""
+        """Bytes of stored versions besides the parameters themselves, without velocities."""
         return sum(tensor.nbytes for version in (*self._older, self._before) for tensor in version)
 
     @contextmanager
     def forward(self, age: int, microbatch: int) -> Iterator[None]:
-        """Inside, a forward runs on weights of this age, and autograd looks parameters up."""
+        """Runs a forward on weights of an age in this context; autograd looks parameters up."""
         made = _Forward(self.updates - min(age, self.updates))
         if torch.is_grad_enabled():
             self._forwards[microbatch] = made
@@ -98,7 +98,7 @@ class Versions:
             yield
 
     def _packing(self, made: _Forward, kept: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:
-        """Hooks by which autograd keeps no parameters, and of other tensors what `kept` gives."""
+        """Returns hooks that keep autograd from saving parameters, and pass others to `kept`."""
         held = {w.held.untyped_storage().data_ptr(): w.held for w in self._trained}
         held.pop(0, None)  # of parameters without elements
 
@@ -118,7 +118,7 @@ class Versions:
 
     @contextmanager
     def backward(self, age: int, microbatch: int, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, a backward runs on weights of this age, corrected if that is asked for."""
+        """Runs a backward on weights of an age in this context, corrected if requested."""
         self._forwards.pop(microbatch, None)
         wanted = self._of(age)
         if self._adjustment.decay and self.total:
@@ -133,13 +133,13 @@ class Versions:
             yield
 
     def _of(self, age: int) -> Sequence[Tensor]:
-        """The weights of an age; () for the newest."""
+        """Returns the weights of an age; () for the newest."""
         age = min(age, self.updates)
         return self._older[age - 1] if age else ()
 
     @contextmanager
     def _instead(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, parameters hold these values, if there are any."""
+        """Replaces the values of the parameters in this context, unless `values` is empty."""
         newest = [weight.held.data for weight in self._trained] if values else []
         for weight, value in zip(self._trained, values, strict=False):
             weight.held.data = value
@@ -152,7 +152,7 @@ class Versions:
     @contextmanager
     @torch.no_grad()
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer updates the newest weights, at a rate that suits their delay."""
+        """Lets the optimizer update the newest weights, at a rate adjusted to their delay."""
         self._keep()
         decays = self._adjustment.decay > 0
         if decays:
@@ -172,14 +172,14 @@ class Versions:
         self.total += 1
 
     def _keep(self) -> None:
-        """Copy the newest weights, in place of the oldest that are held."""
+        """Copies the newest weights over the oldest stored version."""
         if self._count > 1:
             full = len(self._older) == self._count - 1
             spare = self._older.pop() if full else []
             self._older.appendleft(_copied(spare, [w.held for w in self._trained]))
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Let the velocities follow the change that was just made."""
+        """Updates the velocities by the last change of the weights."""
         kept = self._adjustment.kept(self._stage)
         for weight, before in zip(self._trained, self._before, strict=True):
             state = optimizer.state[weight.updated]
@@ -189,7 +189,7 @@ class Versions:
             state[VELOCITY].mul_(kept).add_(change, alpha=1 - kept)
 
     def restart(self) -> None:
-        """Begin with the newest weights alone: nothing is under way."""
+        """Keeps only the newest weights, because no microbatch is in flight."""
         self.updates = 0
         self._older.clear()
         self._forwards.clear()
@@ -197,7 +197,7 @@ class Versions:
     # Checkpoints ---------------------------------------------------------------------------------
 
     def saved(self, put: Put) -> Any:
-        """Returns the versions, and what forwards have left; see `under_way.py`."""
+        """Returns the versions and the state of pending forwards; see `under_way.py`."""
         return {
             "updates": self.updates,
             "total": self.total,
@@ -209,7 +209,7 @@ class Versions:
         }
 
     def resume(self, saved: Any, get: Get) -> None:
-        """Takes the versions back."""
+        """Restores the versions."""
         self.updates, self.total = saved["updates"], saved["total"]
         older = [[get(entry) for entry in version] for version in saved["older"]]
         for version in older:
@@ -220,7 +220,7 @@ class Versions:
 
     @contextmanager
     def again(self, microbatch: int, saved: Any, get: Get) -> Iterator[None]:
-        """Inside, a forward of a saved microbatch leaves what it left before."""
+        """Repeats the forward of a saved microbatch in this context, with its saved tensors."""
         version, entries = saved["forwards"][microbatch]
         age = self.updates - version
         if not 0 <= age < self._count:
@@ -259,7 +259,7 @@ def _looked_up(kept: Tensor | _Reference | _Slot) -> Tensor:
 
 
 def _copied(into: list[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Values copied, into tensors that are there if there are any."""
+    """Returns copies of values, in the tensors of `into` if there are any."""
     if not into:
         return [value.detach().clone() for value in values]
     for target, value in zip(into, values, strict=True):

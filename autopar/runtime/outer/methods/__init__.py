@@ -1,4 +1,4 @@
-"""Outer methods: every module of this folder holds one class derived from `Method`."""
+"""Outer methods: every module of this folder defines one subclass of `Method`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def methods(path: Sequence[str] = ()) -> dict[str, type[Method]]:
     """Returns all outer methods by name, in alphabetical order.
 
     Args:
-        path: folders to look in instead of this one.
+        path: folders to search instead of this one.
 
     Raises:
-        OptionError: two modules hold methods of one name.
+        OptionError: two modules define methods of the same name.
     """
     found: dict[str, type[Method]] = {}
     for info in pkgutil.iter_modules(list(path) or __path__):
@@ -40,7 +40,7 @@ def methods(path: Sequence[str] = ()) -> dict[str, type[Method]]:
 
 
 def method_of(outer: Outer) -> Method:
-    """Returns the method of a value; OptionError names what is wrong with its settings."""
+    """Returns the method of an `Outer`; raises OptionError if its settings are invalid."""
     known = methods()
     if outer.method not in known:
         raise OptionError(

@@ -1,16 +1,16 @@
 """CO2 (Sun et al., arXiv:2401.16265, algorithm 1): averages of round t arrive during round t + 1.
 
-    m = clip(beta m + (anchor - mean(x of the round before)) / penalty)
+    m = clip(beta m + (anchor - mean(x of the previous round)) / penalty)
     anchor = anchor - rate m,    the next round starts from the anchor
 
-In the first round nothing has arrived: replicas go on from where they are. The clip bounds every
-element by `clip`; the authors' published code clips out of place, so that it never does, and keeps
-the penalty constant. Here both follow the paper, and each can be off. The penalty is
+In the first round no average has arrived, so replicas continue from their own parameters. Every
+element is clipped to `clip`; the authors' published code discards the clipped tensor, so that
+clipping has no effect, and keeps the penalty constant. This module follows the paper in both, and
+either can be disabled. The penalty is the given number, or
 
-    1 + gamma / (the highest gamma so far),    gamma the inner learning rate,
+    1 + gamma / (maximal gamma so far),    gamma the inner learning rate,
 
-since the gap between an average and the anchor that it is compared with grows with the learning
-rate, or the given number.
+since the gap between an average and the anchor grows with the learning rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RATE = "rate"
 
 
 class CO2(Method):
-    """Outer momentum of averages that are a round old."""
+    """Applies outer momentum to averages that are one round old."""
 
     NAME = "co2"
     OPTIONS = {  # noqa: RUF012
@@ -41,7 +41,7 @@ class CO2(Method):
     def exchange(
         self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
     ) -> None:
-        """Makes the outer step by what has arrived, and sends the round's result."""
+        """Applies the outer step to the last average and sends the result of the round."""
         anchor, momentum = states["anchor"], states["momentum"]
         if arrived:
             momentum.mul_(self.number("beta")).add_((anchor - message).div_(self.penalty(now)))

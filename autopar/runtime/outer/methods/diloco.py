@@ -4,9 +4,9 @@
     m = beta m + g,    anchor = anchor - rate (g + beta m)        torch's Nesterov momentum
     x = (1 - alpha) anchor + alpha x
 
-A fragment of the parameters leaves `delay` steps before its update. In a round of tau steps, the
-updates of F fragments are spread evenly: fragment f's after step ceil((f + 1) tau / F). Messages
-may be blocks of int8 of the differences.
+A fragment of the parameters is sent `delay` steps before its update. The updates of F fragments are
+spread evenly over a round of tau steps: fragment f is updated after step ceil((f + 1) tau / F).
+Messages may be int8 blocks of the differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.runtime.outer.method import Method, Now, Option
 
 
 class DiLoCo(Method):
-    """An outer SGD with Nesterov momentum on averaged differences."""
+    """Applies outer SGD with Nesterov momentum to averaged differences."""
 
     NAME = "diloco"
     OPTIONS = {  # noqa: RUF012
@@ -35,30 +35,30 @@ class DiLoCo(Method):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The anchor, and its momentum if there is one."""
+        """The anchor, and its momentum if beta is not 0."""
         return self.STATES if self.number("beta") else ("anchor",)
 
     @property
     def fragments(self) -> int:
-        """As given."""
+        """The option of the same name."""
         return int(self.number("fragments"))
 
     @property
     def delay(self) -> int:
-        """As given."""
+        """The option of the same name."""
         return int(self.number("delay"))
 
     @property
     def quantised(self) -> bool:
-        """Whether differences go as blocks of int8."""
+        """Whether differences are sent as int8 blocks."""
         return self.options["message"] == "int8"
 
     def outgoing(self, x: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns how far the replica has come from the anchor."""
+        """Returns the difference between the anchor and the replica's parameters."""
         return states["anchor"] - x
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
-        """Moves the anchor, and x to a mixture of both."""
+        """Updates the anchor, and sets x to a mixture of both."""
         anchor, beta, step = states["anchor"], self.number("beta"), average
         if beta:
             momentum = states["momentum"]

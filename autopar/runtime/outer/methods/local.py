@@ -1,6 +1,6 @@
-"""LocalSGD and Local-AdamW (Stich, arXiv:1805.09767): replicas take the average of parameters.
+"""LocalSGD and Local-AdamW (Stich, arXiv:1805.09767): replicas average their parameters.
 
-The state of the inner optimizer stays each replica's own.
+The states of the inner optimizers are not averaged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from autopar.runtime.outer.method import Method, Now
 
 
 class Local(Method):
-    """x = mean(x) at the end of a round."""
+    """Sets x = mean(x) at the end of a round."""
 
     NAME = "local"
     CHANGES = "replicas take tau steps apart, and then their average"
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
-        """Takes the average."""
+        """Sets x to the average."""
         x.copy_(average)

@@ -1,9 +1,9 @@
-"""SlowMo (Wang et al., arXiv:1910.00643, algorithm 1): a slow momentum of averages.
+"""SlowMo (Wang et al., arXiv:1910.00643, algorithm 1): slow momentum over averages.
 
     u = beta u + (anchor - mean(x)) / gamma,    anchor = x = anchor - rate gamma u
 
-gamma is the inner learning rate, of its first group. With beta 0 and rate 1 this is LocalSGD. `u`
-is kept as gamma-free differences where the rate is 0.
+gamma is the learning rate of the inner optimizer's first group. With beta 0 and rate 1 this is
+LocalSGD. A gamma of 0 is replaced by 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.runtime.outer.method import Method, Now, Option
 
 
 class SlowMo(Method):
-    """Steps from the last average along a momentum of the rounds."""
+    """Applies slow momentum to the average of each round."""
 
     NAME = "slowmo"
     OPTIONS = {"beta": Option(0.5, 0.0, 1.0), "rate": Option(1.0)}  # noqa: RUF012
@@ -24,7 +24,7 @@ class SlowMo(Method):
     CHANGES = "replicas take tau steps apart; a momentum of their averages moves them on"
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
-        """Makes the slow step."""
+        """Applies the slow momentum step."""
         anchor, momentum = states["anchor"], states["momentum"]
         gamma = now.rate or 1.0
         momentum.mul_(self.number("beta")).add_((anchor - average).div_(gamma))
