@@ -31,11 +31,11 @@ def law(name: str, **options: int) -> Law:
     """Returns the law of a schedule.
 
     Args:
-            name: name of the schedule.
-            options: options of the schedule, such as `chunks`.
+        name: name of the schedule.
+        options: options of the schedule, such as `chunks`.
 
     Raises:
-            ScheduleError: the schedule does not exist or does not take these options.
+        ScheduleError: the schedule does not exist or does not take these options.
     """
     chunks = copies = 0
     refused: ScheduleError | None = None

@@ -63,38 +63,38 @@ def partition(
     """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
     Args:
-            kinds: one per layer; ranges with equal kinds have equal costs and are requested once.
-            submeshes: candidate sub-meshes of stages; the largest is the whole cluster.
-            laws: candidate schedules.
-            microbatches: candidate numbers of microbatches.
-            memory: bytes per device.
-            stage_cost: maps (first layer, last layer, both inclusive; sub-mesh; microbatches) to
-                candidates, empty if the range cannot run there.
-            lower_bound: takes the same arguments and returns a Candidate whose figures are lower
-                bounds for every candidate.
-            transfer: see `Transfer`.
-            borders: a key per layer but the first that describes the border before it; borders with
-                equal keys have equal transfers. None: all differ.
-            most_stages: maximum number of stages.
-            most_calls: maximum number of stage costs to request; `Found.bound` reflects the prices
-                that remain unknown.
-            patience: gives up the proof of optimality after this many further stage costs without a
-                better pipeline; 0 skips the proof, None never gives up.
-            gap: stops once the best is proved to be within this fraction of the optimum.
-            scaling: assumes that stages do not get more efficient with more devices, more
-                microbatches or fewer layers, and that none exceeds the best known efficiency
-                (closeness to `lower_bound`). Requests far fewer stage costs; `Found.bound` holds
-                only if the assumption does.
-            progress: called after every few stage costs.
-            probes: pairs of sub-mesh and microbatches for which one stage is priced first.
-            ahead: receives the stage costs that are requested next, one by one, so that it can
-                compute them in one batch.
-            again: assumes that a stage which takes this many times its seconds longer keeps no
-                activations in flight.
+        kinds: one per layer; ranges with equal kinds have equal costs and are requested once.
+        submeshes: candidate sub-meshes of stages; the largest is the whole cluster.
+        laws: candidate schedules.
+        microbatches: candidate numbers of microbatches.
+        memory: bytes per device.
+        stage_cost: maps (first layer, last layer, both inclusive; sub-mesh; microbatches) to
+            candidates, empty if the range cannot run there.
+        lower_bound: takes the same arguments and returns a Candidate whose figures are lower
+            bounds for every candidate.
+        transfer: see `Transfer`.
+        borders: a key per layer but the first that describes the border before it; borders with
+            equal keys have equal transfers. None: all differ.
+        most_stages: maximum number of stages.
+        most_calls: maximum number of stage costs to request; `Found.bound` reflects the prices
+            that remain unknown.
+        patience: gives up the proof of optimality after this many further stage costs without a
+            better pipeline; 0 skips the proof, None never gives up.
+        gap: stops once the best is proved to be within this fraction of the optimum.
+        scaling: assumes that stages do not get more efficient with more devices, more microbatches
+            or fewer layers, and that none exceeds the best known efficiency (closeness to
+            `lower_bound`). Requests far fewer stage costs; `Found.bound` holds only if the
+            assumption does.
+        progress: called after every few stage costs.
+        probes: pairs of sub-mesh and microbatches for which one stage is priced first.
+        ahead: receives the stage costs that are requested next, one by one, so that it can
+            compute them in one batch.
+        again: assumes that a stage which takes this many times its seconds longer keeps no
+            activations in flight.
 
     Raises:
-            InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
-            CostError: a figure of a stage cost is negative or not finite.
+        InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
+        CostError: a figure of a stage cost is negative or not finite.
     """
     space = Space(
         Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead, again),

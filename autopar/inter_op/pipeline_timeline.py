@@ -30,13 +30,13 @@ class Timeline:
     """One predicted training step of a pipeline over time; nothing here is measured.
 
     Attributes:
-            rows: the actions that occupy a rank: computation, and updates that take time.
-            starts: start times in seconds, one array per rank.
-            ends: end times in seconds, one array per rank.
-            peak_activations: for each rank, the peak number of activations kept, each of one stage
-                and one microbatch.
-            peak_bytes: for each rank, the peak bytes of activations.
-            sends: computes the transfers between ranks, see `transfers`.
+        rows: the actions that occupy a rank: computation, and updates that take time.
+        starts: start times in seconds, one array per rank.
+        ends: end times in seconds, one array per rank.
+        peak_activations: for each rank, the peak number of activations kept, each of one stage and
+            one microbatch.
+        peak_bytes: for each rank, the peak bytes of activations.
+        sends: computes the transfers between ranks, see `transfers`.
     """
 
     rows: tuple[Row, ...]

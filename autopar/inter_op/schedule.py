@@ -68,31 +68,31 @@ class Schedule:
     `ir/pipeline_step.py`.
 
     Attributes:
-            name: name of the schedule.
-            stages: number of stages.
-            microbatches: per step, over all replicas; or per period.
-            rows: the actions (F, B, I, W) of each rank in order, plus UPDATE where the schedule
-                does not flush. Rows carry no times: an action runs once its predecessor has
-                finished and its inputs are available.
-            placement: `placement[copy][stage]` is the rank of that stage of that replica.
-            in_flight: for each rank, the maximum number of forwards whose backward has not
-                finished; each keeps the activations of one stage and one microbatch.
-            bubble: the published closed form of the idle fraction, given the Times of equal stages
-                without transfers; None where none is published for those sizes or times.
-            joined: the published bubble counts the time between the first and last action of each
-                rank, as if the next step started as soon as a rank is ready (arXiv:2401.10241,
-                section 4: the optimizer does not wait for other ranks). Otherwise it counts the
-                whole step.
-            flushes: whether a step ends with an update of all stages, before the next one starts.
-            warm_up: periods until the steady state; 0 where a schedule flushes.
-            versions: weight versions that each stage keeps, by stage; () for one everywhere.
-            staleness: by stage, the maximum number of updates by which the weights that a gradient
-                was computed with are older than those that it updates; () for 0 everywhere.
-            stashes: whether a backward uses the weights of its forward.
-            pending: number of updates whose gradients are in transit between replicas at a time.
-            adjustment: the compensation for stale weights in the update.
-            first: the number of initial periods that run another schedule, and that schedule; None
-                if there are none.
+        name: name of the schedule.
+        stages: number of stages.
+        microbatches: per step, over all replicas; or per period.
+        rows: the actions (F, B, I, W) of each rank in order, plus UPDATE where the schedule does
+            not flush. Rows carry no times: an action runs once its predecessor has finished and its
+            inputs are available.
+        placement: `placement[copy][stage]` is the rank of that stage of that replica.
+        in_flight: for each rank, the maximum number of forwards whose backward has not finished;
+            each keeps the activations of one stage and one microbatch.
+        bubble: the published closed form of the idle fraction, given the Times of equal stages
+            without transfers; None where none is published for those sizes or times.
+        joined: the published bubble counts the time between the first and last action of each
+            rank, as if the next step started as soon as a rank is ready (arXiv:2401.10241,
+            section 4: the optimizer does not wait for other ranks). Otherwise it counts the whole
+            step.
+        flushes: whether a step ends with an update of all stages, before the next one starts.
+        warm_up: periods until the steady state; 0 where a schedule flushes.
+        versions: weight versions that each stage keeps, by stage; () for one everywhere.
+        staleness: by stage, the maximum number of updates by which the weights that a gradient was
+            computed with are older than those that it updates; () for 0 everywhere.
+        stashes: whether a backward uses the weights of its forward.
+        pending: number of updates whose gradients are in transit between replicas at a time.
+        adjustment: the compensation for stale weights in the update.
+        first: the number of initial periods that run another schedule, and that schedule; None if
+            there are none.
     """
 
     name: str

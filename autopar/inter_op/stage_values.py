@@ -13,14 +13,14 @@ class Candidate:
     """One strategy that runs a range of layers on a sub-mesh, with the figures of one device.
 
     Attributes:
-            forward, backward: seconds per microbatch.
-            once: additional seconds per step: the optimizer and the part of gradient
-                synchronisation that does not overlap.
-            fixed: bytes of parameters, gradients and optimizer state.
-            per_microbatch: bytes kept for each microbatch whose backward has not finished.
-            transient: bytes needed temporarily on top.
-            label: identifies the strategy (its logical mesh) to the caller.
-            recompute: recomputation of blocks, "none" or "full".
+        forward, backward: seconds per microbatch.
+        once: additional seconds per step: the optimizer and the part of gradient synchronisation
+            that does not overlap.
+        fixed: bytes of parameters, gradients and optimizer state.
+        per_microbatch: bytes kept for each microbatch whose backward has not finished.
+        transient: bytes needed temporarily on top.
+        label: identifies the strategy (its logical mesh) to the caller.
+        recompute: recomputation of blocks, "none" or "full".
     """
 
     forward: float
@@ -68,18 +68,18 @@ class Law:
 
     Attributes:
         name: of the schedule.
-            in_flight: maps (rank counted from the end, starting at 1; ranks; microbatches) to the
-                number of microbatches whose activations are kept at a time, relative to all layers
-                of the rank; fractional where a rank keeps only some of its chunks.
-            fill: maps (ranks, microbatches) to the fraction of the other ranks' times that adds to
-                the step: 1 for GPipe and 1F1B, 1 / chunks for interleaved schedules, less where
-                weight gradients fill the gaps.
-            exposed: fraction of the incoming transfers that a rank waits for in every microbatch:
-                1/2 for 1F1B, where two consecutive actions of a rank wait for one round trip.
-            fits: maps (ranks, microbatches) to whether the schedule supports them.
-            holds: maps (rank, ranks) to the chunks of a rank, from 0 to ranks * chunks - 1.
-            chunks: chunks per rank; schedules with several chunks cut the layers evenly.
-            copies: number of model replicas, each for its share of the microbatches.
+        in_flight: maps (rank counted from the end, starting at 1; ranks; microbatches) to the
+            number of microbatches whose activations are kept at a time, relative to all layers of
+            the rank; fractional where a rank keeps only some of its chunks.
+        fill: maps (ranks, microbatches) to the fraction of the other ranks' times that adds to the
+            step: 1 for GPipe and 1F1B, 1 / chunks for interleaved schedules, less where weight
+            gradients fill the gaps.
+        exposed: fraction of the incoming transfers that a rank waits for in every microbatch: 1/2
+            for 1F1B, where two consecutive actions of a rank wait for one round trip.
+        fits: maps (ranks, microbatches) to whether the schedule supports them.
+        holds: maps (rank, ranks) to the chunks of a rank, from 0 to ranks * chunks - 1.
+        chunks: chunks per rank; schedules with several chunks cut the layers evenly.
+        copies: number of model replicas, each for its share of the microbatches.
     """
 
     name: str
@@ -106,12 +106,12 @@ class Stage:
     """The work of one sub-mesh.
 
     Attributes:
-            submesh: shape of its devices.
-            chunks: its layers, one contiguous chunk unless the schedule uses several.
-            seconds: of one microbatch's forward and backward.
-            once: additional seconds per step.
-            memory: peak bytes per device.
-            in_flight: microbatches in flight, see `Law`.
+        submesh: shape of its devices.
+        chunks: its layers, one contiguous chunk unless the schedule uses several.
+        seconds: of one microbatch's forward and backward.
+        once: additional seconds per step.
+        memory: peak bytes per device.
+        in_flight: microbatches in flight, see `Law`.
     """
 
     submesh: SubMesh
@@ -128,11 +128,11 @@ class Pipeline:
 
     Attributes:
         schedule: name of the law.
-            microbatches: per step.
-            stages: in rank order.
-            seconds: per step.
-            transfers: seconds to transfer one microbatch across all borders and back.
-            bottleneck: seconds that the slowest stage is busy.
+        microbatches: per step.
+        stages: in rank order.
+        seconds: per step.
+        transfers: seconds to transfer one microbatch across all borders and back.
+        bottleneck: seconds that the slowest stage is busy.
     """
 
     schedule: str
@@ -149,13 +149,13 @@ class Found:
 
     Attributes:
         best: the fastest pipeline.
-            others: the fastest known pipeline of every other schedule and number of microbatches,
-                and of every other number of stages with the best schedule and microbatches, if it
-                takes less than twice as long; fastest first. All of their prices are known.
-            bound: lower bound on the seconds of any pipeline; `best.seconds` if proved optimal.
-            calls: number of stage costs requested.
-            families: number of distinct combinations of sub-mesh, microbatches and set of layers
-                requested; equal layers count once.
+        others: the fastest known pipeline of every other schedule and number of microbatches, and
+            of every other number of stages with the best schedule and microbatches, if it takes
+            less than twice as long; fastest first. All of their prices are known.
+        bound: lower bound on the seconds of any pipeline; `best.seconds` if proved optimal.
+        calls: number of stage costs requested.
+        families: number of distinct combinations of sub-mesh, microbatches and set of layers
+            requested; equal layers count once.
     """
 
     best: Pipeline
