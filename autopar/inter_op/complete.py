@@ -50,7 +50,7 @@ def complete(
             a larger number takes more memory for early arrivals. 1 suffices where a transfer takes
             no longer than an action.
 
-        Raises:
+    Raises:
         ScheduleError: `queue` is unknown, `ahead` is negative, or the schedule is incomplete.
         DeadlockError: actions of the schedule wait for one another.
     """

@@ -72,7 +72,7 @@ def find_layers(
         slack: fraction of the mean by which a clustered layer may exceed it (Alpa's delta).
         most: maximum number of layers; repeated blocks are merged if there are more.
 
-        Raises:
+    Raises:
         GraphError: the graph has no operator, or fewer than `count`.
     """
     row = _Row(graph, weights)
@@ -100,7 +100,7 @@ def layers_at(graph: Graph, weights: Mapping[str, float], ends: Sequence[str]) -
         weights: seconds or FLOPs of operators; missing ones weigh nothing.
         ends: in execution order; the last one is the graph's last operator.
 
-        Raises:
+    Raises:
         GraphError: an end is not an operator, or the ends are out of order.
     """
     row = _Row(graph, weights)

@@ -89,8 +89,8 @@ def partition(
         probes: pairs of sub-mesh and microbatches for which one stage is priced first.
         ahead: receives the stage costs that are requested next, one by one, so that it can
             compute them in one batch.
-        again: assumes that a stage which takes this many times its seconds longer keeps no
-            activations in flight.
+        again: extra time of full recomputation as a multiple of a stage's seconds; estimates
+            assume that a recomputed stage keeps no activations in flight.
 
     Raises:
         InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.

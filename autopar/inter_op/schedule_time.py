@@ -143,7 +143,7 @@ class Prepared:
             returns: seconds of the gradients in the opposite direction, in the same order; None for
                 the same as `transfers`.
 
-            Raises:
+        Raises:
             ScheduleError: the number of costs is wrong, or a figure is negative or not a number.
         """
         back = transfers if returns is None else returns
@@ -224,7 +224,7 @@ def prepare(step: Schedule | Step) -> Prepared:
             schedule that does not flush is run for a few periods, from the first microbatch to the
             last.
 
-        Raises:
+    Raises:
         ScheduleError: an action is missing, duplicate, unknown or on a rank that does not hold its
             stage.
         DeadlockError: actions wait for one another; the message names the cycle.
@@ -298,7 +298,7 @@ def _needs(columns: Columns, step: Step) -> tuple[Ints, Ints]:
 
 
 def _ends(columns: Columns) -> list[tuple[Ints, Ints]]:
-    """Returns each rank's first final update, and the actions before those of all ranks."""
+    """Returns the dependencies of final updates on the actions before them on all ranks."""
     ends = (columns.kind == _UPDATE) & (columns.batch == ALL)
     if not ends.any():
         return []
@@ -309,8 +309,7 @@ def _ends(columns: Columns) -> list[tuple[Ints, Ints]]:
 
 @_compiled
 def _order(begins: Ints, needs: Ints, first: Ints) -> tuple[Ints, Ints]:
-    """Returns a topological order of all runnable actions, and the position of each rank after
-    it."""
+    """Returns a topological order of the runnable actions, and where each rank stops."""
     ranks = len(begins) - 1
     heads = begins[:-1].copy()
     done = np.zeros(len(first) - 1, np.bool_)

@@ -5,7 +5,7 @@ were built. Each rank runs its row in order. It computes an action once its inpu
 posts transfers without blocking, and waits for other ranks in two cases: where all copies of
 parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0). A
 transfer completes once both sides have posted it and it is next in the queue of both. Depending on
-`Step`, calls on one link or all calls of one rank are serialised (`complete` explains both).
+`Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains both).
 `weights_judge.py` walks the same rows for the weights that they use.
 """
 
@@ -41,7 +41,7 @@ def check(step: Step, computed: Sequence[Row] | None = None) -> None:
         step: the rows, from the first microbatch to the last.
         computed: the compute rows of the schedule to compare with; None skips the comparison.
 
-        Raises:
+    Raises:
         ScheduleError: the computation differs from the schedule; a transfer is missing, duplicate
             or not between the ranks that hold the stages; an action runs before its inputs are
             posted on its own rank; an update takes gradients that are not synchronised; the sends
@@ -341,7 +341,7 @@ def _is_sum(action: Action) -> bool:
 
 
 def _same_sum(one: Action, other: Action) -> bool:
-    """Returns whether two sums of different stages or copies are one and the same."""
+    """Returns whether two sums are one call: they may differ in names that overlap."""
     same = (one.kind, one.stage, one.microbatch, one.copy, one.over) == (
         other.kind, other.stage, other.microbatch, other.copy, other.over
     )  # fmt: skip

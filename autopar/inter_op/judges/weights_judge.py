@@ -112,7 +112,7 @@ def check_weights(step: Step, versions: Sequence[int] = (), stashes: bool = True
         versions: number kept by each stage; () for one everywhere.
         stashes: whether every backward must use the weights of its forward.
 
-        Raises:
+    Raises:
         ScheduleError: a version is needed after it was overwritten; a backward uses other weights
             than its forward; or as `walk`.
     """

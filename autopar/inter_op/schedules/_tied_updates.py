@@ -28,7 +28,7 @@ def tied_updates(schedule: Schedule, wiring: Wiring) -> Schedule:
         schedule: any schedule; returned unchanged if it flushes or its stages share nothing.
         wiring: the connections of the model's stages.
 
-        Raises:
+    Raises:
         ScheduleError: a stage uses weights with gradients that are not yet available to all.
     """
     if schedule.flushes or not any(wiring.tied):
