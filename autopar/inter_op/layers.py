@@ -128,8 +128,7 @@ class _Row:
         self.forward, self.backward = self._crossing()
 
     def _crossing(self) -> tuple[Floats, Floats]:
-        """Returns [operators + 1] bytes of values and of gradients crossing before each
-        operator."""
+        """Returns [operators + 1] bytes of values and gradients that cross before each one."""
         graph, size = self.graph, len(self.nodes)
         last: dict[str, int] = {}  # position of the last reader of each value
         for node in reversed(graph.nodes):

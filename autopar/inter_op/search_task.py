@@ -12,8 +12,7 @@ from autopar.inter_op.stage_values import Law
 
 @dataclass(frozen=True)
 class Draft:
-    """A pipeline in index form: for each stage its sub-mesh and (row, first, last, option)
-    chunks."""
+    """A pipeline as indices: per stage, its sub-mesh and (row, first, last, option) chunks."""
 
     law: Law
     microbatches: int

@@ -234,8 +234,7 @@ class _Program:
         return best
 
     def _next(self, low: int, high: int, tried_any: bool) -> int:
-        """Returns the next threshold of an interval: near the lower end at first, later the
-        middle."""
+        """Returns the next threshold of an interval: first near its lower end, later its middle."""
         values = self.values
         if not tried_any:
             return min(high, max(low, int(np.searchsorted(values, _FIRST * values[low])) - 1))

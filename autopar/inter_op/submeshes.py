@@ -47,8 +47,7 @@ class SubMesh:
 
 @dataclass(frozen=True)
 class Links:
-    """A level of `size` equal parts joined by the same links, used by `axes` of the cluster's
-    mesh."""
+    """A level of `size` equal parts joined by the same links; `axes` of the mesh use it."""
 
     size: int
     between_hosts: bool
@@ -301,8 +300,7 @@ def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _aligned(cluster: Cluster, at: int, size: int) -> bool:
-    """Returns whether a part may start at `at`: it fits in one unit of every level that allows
-    it."""
+    """Returns whether a part at `at` lies in one unit of every level that could hold it."""
     unit = 1
     for links in reversed(cluster.links):
         unit *= links.size

@@ -51,8 +51,7 @@ class Columns:
         return cls(flat, begins, rank, kind, stage, batch, copy, shape)
 
     def where(self, kind: int, chosen: NDArray[np.bool_] | None = None) -> Ints:
-        """Returns the positions of actions of a kind by copy, stage and microbatch; -1 if
-        missing."""
+        """Returns the positions of a kind of action by copy, stage and microbatch; -1 if absent."""
         found = np.full(self.shape, -1)
         at = np.flatnonzero(self.kind == kind if chosen is None else (self.kind == kind) & chosen)
         found[self.copy[at], self.stage[at], self.batch[at]] = at
