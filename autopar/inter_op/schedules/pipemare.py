@@ -36,7 +36,6 @@ def schedule(
 
     Raises:
         ScheduleError: there is no rank or no microbatch, or D is not below 1.
-        ScheduleError: there is no rank or no microbatch, or D is not below 1.
     """
     check_sizes(NAME, ranks, microbatches)
     if correction >= 1000:
