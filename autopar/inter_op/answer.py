@@ -50,7 +50,7 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
 
 
 def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
-    """Returns an error that names the memory which the most frugal known even pipeline lacks."""
+    """Returns an error that reports the most frugal known pipeline of equal sub-meshes."""
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"

@@ -163,8 +163,7 @@ class _Search:
         return float("inf") if self.best is None else self.best.seconds
 
     def probe(self, wanted: Sequence[tuple[SubMesh, int]]) -> None:
-        """Requests the middle one of equal stages, so that estimates start from typical
-        efficiencies.
+        """Requests the middle one of equal stages, so that estimates start from usual efficiencies.
 
         It uses the given sub-meshes and microbatches, or else a whole host and a typical number of
         microbatches. With `scaling` it also prices the smallest sub-mesh with the largest

@@ -58,7 +58,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
         write.backward(back)
         write.forward(back)
         write.backward(there)
-    for turn in range(rank + 1):  # the second half of the remaining backwards are split
+    for turn in range(rank + 1):  # splits the second half of the remaining backwards
         _last(write, back, late=2 * turn > rank)
         _last(write, there, late=2 * turn + 1 > rank)
     for _ in range(behind):
