@@ -67,7 +67,7 @@ class Law:
     transfers and `once` this is Alpa's formula, sum of t + (B - 1) * max t.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         in_flight: maps (rank counted from the end, starting at 1; ranks; microbatches) to the
             number of microbatches whose activations are kept at a time, relative to all layers of
             the rank; fractional where a rank keeps only some of its chunks.
@@ -108,7 +108,7 @@ class Stage:
     Attributes:
         submesh: shape of its devices.
         chunks: its layers, one contiguous chunk unless the schedule uses several.
-        seconds: of one microbatch's forward and backward.
+        seconds: forward and backward of one microbatch.
         once: additional seconds per step.
         memory: peak bytes per device.
         in_flight: microbatches in flight, see `Law`.
