@@ -1,4 +1,4 @@
-"""Parallelism between operators: a model cut into stages that pass microbatches on.
+"""Inter-operator parallelism: cuts a model into stages that run as a pipeline.
 
-Nothing here imports torch: a schedule is data, and what a stage costs is passed in.
+Nothing here imports torch: a schedule is data, and callers pass in the stage costs.
 """

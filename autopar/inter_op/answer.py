@@ -1,4 +1,4 @@
-"""What a search for stages answers: pipelines with their figures, or why there is none."""
+"""Builds the result of a stage search: pipelines with their figures, or an infeasibility error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.inter_op.straight import Straight
 
 
 def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -> Pipeline:
-    """A draft with its figures, all of which are known."""
+    """Returns the pipeline of a draft whose prices are all known."""
     count, law = draft.microbatches, draft.law
     stages = []
     for rank, (q, numbers) in enumerate(draft.stages):
@@ -50,9 +50,9 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
 
 
 def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
-    """What is missing for the most frugal pipeline of equal sub-meshes that is known."""
+    """Returns an error that reports the most frugal known pipeline of equal sub-meshes."""
     least, word = _frugal(space, configs, "none"), "needs"
-    if least is None:  # bounds forbid all, nothing was priced
+    if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"
     if least is None:
         return InfeasibleError(
@@ -73,7 +73,7 @@ def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleEr
 def _frugal(
     space: Space, configs: Sequence[Straight | Even], unknown: str
 ) -> tuple[float, str] | None:
-    """Bytes of the most frugal pipeline of equal sub-meshes, and which it is."""
+    """Returns the most frugal known pipeline of equal sub-meshes and its bytes per device."""
     least: tuple[float, str] | None = None
     for config in configs:
         law, count = config.law, config.microbatches

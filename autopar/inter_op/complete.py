@@ -1,23 +1,23 @@
-"""Turns the compute rows of a schedule into complete rows: transfers, sums and updates included.
+"""Completes the compute rows of a schedule with transfers, gradient sums and updates.
 
-Where a stage that reads a value is on another rank than the one that makes it, what has been
-computed is sent (SEND_F, SEND_B) right after it, and received there (RECV_F, RECV_B). Neither call
-blocks a rank: it goes on, and waits for a receive only where it needs what comes. Between two
-stages on one rank nothing is sent.
+If a value is read by a stage on another rank, the rank that computes it sends it (SEND_F, SEND_B)
+right afterwards, and the other rank receives it (RECV_F, RECV_B). Neither call blocks: a rank waits
+for a receive only where it needs the value. Stages on the same rank need no transfer.
 
-In which order calls meet is what a deadlock depends on, and that depends on what runs them:
+Whether rows deadlock depends on the order in which calls are matched, and that depends on the
+backend:
 
-- "link": calls from one rank to another follow one another, others do not wait for them. So it is
-  on gloo, and on NCCL with a communicator for each direction between two ranks. Receives are posted
-  some actions ahead, so that a transfer runs while the receiver computes.
-- "rank": all calls of a rank follow one another, batch by batch, as `batch_isend_irecv` on one NCCL
-  communicator does; calls that stand side by side in a row are a batch. Every receive stands where
-  its send does in one common order of all calls, so that the first call that is not done can be.
+- "link": calls from one rank to another are serialised and do not wait for other calls, as on gloo,
+  and on NCCL with one communicator per direction between two ranks. Receives are posted some
+  actions ahead, so that transfers overlap with the receiver's computation.
+- "rank": all calls of a rank are serialised, batch by batch, as with `batch_isend_irecv` on one
+  NCCL communicator; adjacent calls of a row form a batch. Sends and receives follow one global
+  order of all calls, so the first incomplete call can always proceed.
 
-Gradients are synchronised (SYNC) before the update that takes them. A flushed schedule says nothing
-of updates: they end the step. Others have their UPDATEs in their rows.
+Gradients are synchronised (SYNC) before the update that uses them. A flushed schedule contains no
+updates: they are added at the end of the step. Other schedules have UPDATEs in their rows.
 
-`judge.check` is the judge of the result.
+`judge.check` verifies the result.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _Key = tuple[str, int, int]  # kind, stage and copy of an action
 def complete(
     schedule: Schedule, wiring: Wiring | None = None, queue: Queue = "link", ahead: int = 1
 ) -> Step:
-    """Returns the rows of a schedule with all that a step consists of.
+    """Returns the rows of a schedule with all actions of a step.
 
     Args:
-        schedule: which one.
-        wiring: of the model; None for stages that talk to their neighbours only.
-        queue: what follows what, see above.
-        ahead: with "link", how many actions before the one that needs it a receive is posted at the
-            latest; more take more memory for what comes early. 1 is enough where a transfer takes
+        schedule: the schedule to complete.
+        wiring: the connections of the model's stages; None for a chain.
+        queue: "link" or "rank", see above.
+        ahead: with "link", the minimum number of actions between posting a receive and its reader;
+            a larger number takes more memory for early arrivals. 1 suffices where a transfer takes
             no longer than an action.
 
     Raises:
-        ScheduleError: `queue` is unknown, `ahead` is negative, or the schedule is not whole.
+        ScheduleError: `queue` is unknown, `ahead` is negative, or the schedule is incomplete.
         DeadlockError: actions of the schedule wait for one another.
     """
     if queue not in get_args(Queue) or ahead < 0:
@@ -71,7 +71,7 @@ def complete(
 
 
 def _sends(schedule: Schedule, wiring: Wiring) -> dict[_Key, list[_Pair]]:
-    """What is sent of an action's result, by kind, stage and copy of the action."""
+    """Returns the transfers of each result, by kind, stage and copy of its action."""
     found: dict[_Key, list[_Pair]] = defaultdict(list)
     for copy, ranks in enumerate(schedule.placement):
         for maker, reader, gradient in wiring.edges:
@@ -87,7 +87,7 @@ def _sends(schedule: Schedule, wiring: Wiring) -> dict[_Key, list[_Pair]]:
 
 
 def _pairs(sends: dict[_Key, list[_Pair]], action: Action) -> list[_Pair]:
-    """What is sent of an action's result."""
+    """Returns the transfers of an action's result."""
     known = sends.get((action.kind, action.stage, action.copy), ())
     return [
         (_on(send, action.microbatch), _on(receive, action.microbatch)) for send, receive in known
@@ -95,14 +95,15 @@ def _pairs(sends: dict[_Key, list[_Pair]], action: Action) -> list[_Pair]:
 
 
 def _on(transfer: Action, microbatch: int) -> Action:
-    """A transfer of another microbatch; faster than `_replace`."""
+    """Returns the transfer for another microbatch; faster than `_replace`."""
     return Action(transfer.kind, transfer.stage, microbatch, transfer.copy, 0, transfer.other)
 
 
 def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> list[list[Action]]:
-    """Rows in which a receive stands `ahead` actions before its reader, or earlier.
+    """Builds rows that post a receive at least `ahead` actions before its reader.
 
-    It is earlier where receives from one rank would otherwise not be in the order of their sends.
+    A receive is posted earlier if those from one rank would otherwise not follow their sends'
+    order.
     """
     size = schedule.microbatches
     readers = {
@@ -123,7 +124,7 @@ def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> li
                 if key not in readers:
                     raise _unread(_on(receive, batch))
                 needed, own = readers[key]
-                # It may be read in a later period than that in which it is sent.
+                # It may be read in a later period than the one in which it is sent.
                 later = (batch - own) // size
                 sent = place - later * len(row), number
                 link = rank, schedule.placement[receive.copy][receive.stage]
@@ -163,7 +164,7 @@ def _unread(receive: Action) -> ScheduleError:
 def _common(
     schedule: Schedule, wiring: Wiring, sends: dict[_Key, list[_Pair]]
 ) -> list[list[Action]]:
-    """Rows in which send and receive have one place in a common order: when the sender is done."""
+    """Builds rows with sends and receives in one global order: that of the senders' end times."""
     if not schedule.flushes:
         raise ScheduleError(
             f"{schedule.name} does not run where all transfers of a rank follow one another",
@@ -192,7 +193,7 @@ _SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def _in_time(schedule: Schedule, wiring: Wiring) -> list[tuple[float, float, Action]]:
-    """Start, end and action in the order of time, where all actions take as long."""
+    """Returns start, end and action, sorted by time, if all actions take equally long."""
     ended: dict[Action, float] = {}
     found: list[tuple[float, float, Action]] = []
     left = [deque(row) for row in schedule.rows]
@@ -220,12 +221,12 @@ def _in_time(schedule: Schedule, wiring: Wiring) -> list[tuple[float, float, Act
             why="these actions wait for others that come after them",
             todo="move one of these actions behind what it waits for",
         )
-    # What takes no time begins when what it needs does: the order in which all can run decides.
+    # An action without duration starts with its inputs; the topological order breaks ties.
     return sorted(found, key=lambda one: one[0])
 
 
 def _ended(schedule: Schedule, wiring: Wiring, rank: int, row: list[Action]) -> Row:
-    """A row with what becomes of gradients."""
+    """Appends the gradient sums and the update to a row."""
     held = schedule.holds[rank]
     if not schedule.flushes:
         return _streaming(schedule, wiring, row)
@@ -238,11 +239,11 @@ def _ended(schedule: Schedule, wiring: Wiring, rank: int, row: list[Action]) -> 
 
 
 def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
-    """A row that has its updates, with the sums of gradients that they take.
+    """Inserts the gradient sums into a row that contains its updates.
 
-    Gradients are synchronised right before their update, or, if that comes after backwards whose
-    gradients it does not take, behind their own last backward. Where sums are awaited, the schedule
-    says when.
+    Gradients are synchronised right before their update, or, if other backwards come in between,
+    right after the last backward that contributes. Where the schedule awaits sums, it specifies the
+    place.
     """
     size, later = schedule.microbatches, _later(row, schedule.microbatches)
     done: list[Action] = []
@@ -264,7 +265,7 @@ def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
 
 
 def _later(row: Sequence[Action], size: int) -> set[tuple[int, int, int]]:
-    """Stage, copy and microbatch in the period of updates that follow other backwards."""
+    """Returns (stage, copy, microbatch of the period) of updates that follow other backwards."""
     last: dict[tuple[int, int], int] = {}
     for action in row:
         if action.kind in "BW":

@@ -1,15 +1,15 @@
-"""The dynamic program behind the partition, compiled.
+"""Compiled kernels of the dynamic program that partitions the model.
 
-Layers are numbered 0 to L - 1, sub-meshes by their place in the list; devices are counted in the
-largest unit of which all sub-meshes in question are multiples. Ranges of layers with equal prices
-share a row: `row[first, last]`. Each row holds up to K options for every sub-mesh:
+Layers are numbered from 0 to L - 1, and sub-meshes by their position in the list. Devices are
+counted in the largest unit that divides all sub-meshes involved. Ranges of layers with equal prices
+share a row: `row[first, last]`. Each row holds up to K options per sub-mesh:
 
     time[row, submesh, option]    seconds that the option adds to the sum over stages
     top[row, submesh, option]     seconds that count for the slowest stage
     fixed, each[...]              bytes: fixed + in_flight * each must fit into memory
 
-A stage may only use options whose `top` is at most a threshold; what is minimised then is the sum
-of `time` and of the transfers between stages.
+A stage may only use options whose `top` does not exceed a threshold. Under this constraint the
+program minimises the sum of `time` and of the transfers between stages.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _njit: Any = numba.njit(cache=True, nogil=True)
 
 
 def _compiled(function: Function) -> Function:
-    """Compiled, cached on disk, without the lock of the interpreter."""
+    """Compiles a function with an on-disk cache and without the interpreter lock."""
     return cast(Function, _njit(function))
 
 
 @_compiled
 def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
-    """For each (first, last, submesh) the smallest top of an option; infinite where there is none.
+    """Computes the smallest top of an option for each (first, last, submesh); infinite if none.
 
     Returns:
         An array of [L, L, submeshes].
@@ -54,9 +54,9 @@ def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
 
 @_compiled
 def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints]:
-    """The fewest devices for the layers from each one on, and for those before each one.
+    """Computes the fewest devices for the layers from each one on, and for those before each one.
 
-    Any number of stages and any memory; no stage takes longer than `most`.
+    Allows any number of stages and ignores memory; no stage takes longer than `most`.
     """
     layers, submeshes = lowest.shape[0], lowest.shape[2]
     never = 2**40
@@ -79,9 +79,9 @@ def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints
 
 @_compiled
 def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
-    """For the layers before each one the least sum over stages of time x devices, by any cover.
+    """Computes the least sum of time x devices over stages that cover the layers before each one.
 
-    Stages together on d devices have at most d each, so that the sum of their times is at least
+    Stages on d devices in total have at most d devices each, so the sum of their times is at least
     this work divided by d.
     """
     layers, submeshes = row.shape[0], time.shape[1]
@@ -103,7 +103,7 @@ def _option(
     time: Floats, top: Floats, fixed: Floats, each: Floats, count: int,
     most: float, memory: float, in_flight: float,
 ) -> int:  # fmt: skip
-    """The fastest option below the threshold that fits into memory; -1 for none."""
+    """Returns the fastest option within the threshold that fits into memory; -1 if none does."""
     found = -1
     for k in range(count):
         fits = fixed[k] + in_flight * each[k] <= memory and top[k] <= most
@@ -118,18 +118,18 @@ def sums(
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
     most: float, lowest: Floats, after: Ints, before: Ints, work: Floats, room: float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """For each number of stages the least sum of times and transfers, no stage above `most`.
+    """Computes the least sum of times and transfers per number of stages, no stage above `most`.
 
     Args:
-        transfer: [L, submesh of the stage before, submesh of the stage that begins there].
+        transfer: [L, submesh of the previous stage, submesh of the stage that starts there].
         in_flight: for 1, 2, ... stages from the end, microbatches in flight in the first of them.
-        lowest, after, before, work: see above, for `most`.
-        room: sums that are not below it need not be found.
+        lowest, after, before, work: results of the functions above for `most`.
+        room: sums of at least this value may be skipped.
 
     Returns:
-        An array of [stages + 1], infinite where there is no way, and the sums of all ends of
-        pipelines, [stages + 1, L + 1, devices beyond those needed, submesh before], transfer into
-        them included, for `trace`.
+        An array of [stages + 1], infinite where infeasible, and the sums of all pipeline suffixes
+        for `trace`, [stages + 1, L + 1, devices beyond those needed, submesh before], including the
+        transfer into them.
     """
     layers, submeshes = row.shape[0], time.shape[1]
     width = 1
@@ -139,7 +139,7 @@ def sums(
     totals = np.full(stages + 1, np.inf)
     ends = np.full((min(stages + 1, 4), layers + 1, width, submeshes), np.inf)
     ends[0, layers, 0, :] = 0.0
-    # Of each (stages, layer) the devices between which there are finite sums.
+    # For each (stages, layer), the range of devices with finite sums.
     least = np.full((stages + 1, layers + 1), width)
     largest = np.full((stages + 1, layers + 1), -1)
     least[0, layers] = largest[0, layers] = 0
@@ -206,7 +206,7 @@ def trace(
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
     most: float, lowest: Floats, after: Ints, before: Ints, ends: Floats, stages: int,
 ) -> Ints:  # fmt: skip
-    """The stages of the least sum, as rows of (first, last, submesh, option)."""
+    """Returns the stages of the least sum, as rows of (first, last, submesh, option)."""
     layers, submeshes = row.shape[0], time.shape[1]
     found = np.zeros((stages, 4), dtype=np.int64)
     first, left, prior = 0, devices, -1
@@ -241,14 +241,14 @@ def trace(
 
 @_compiled
 def least_memory(row: Ints, peak: Floats) -> Floats:
-    """The least bytes of the fullest of so many stages, all on sub-meshes of one shape.
+    """Computes the least bytes of the fullest stage, for stages on sub-meshes of one shape.
 
     Args:
         peak: [rows, stages]; the least bytes of a row as the first of s stages from the end at
             [:, s - 1].
 
     Returns:
-        An array of [layers + 1]: of a pipeline of the layers from each one on.
+        An array of [layers + 1], for a pipeline of the layers from each one on.
     """
     layers, stages = row.shape[0], peak.shape[1]
     ends = np.full(layers + 1, np.inf)
@@ -264,5 +264,5 @@ def least_memory(row: Ints, peak: Floats) -> Floats:
 
 
 def unit(sizes: Ints, devices: int) -> int:
-    """The largest number of devices of which all are multiples."""
+    """Returns the largest number of devices that divides all sizes."""
     return math.gcd(devices, *map(int, sizes))

@@ -1,8 +1,8 @@
-"""Pipelines of equal sub-meshes whose ranks hold several chunks of the model.
+"""Finds pipelines of equal sub-meshes whose ranks run several chunks of the model.
 
-Interleaved schedules, V shapes and bidirectional ones gain if all chunks take as long as one
-another: the layers are cut into chunks of seconds as equal as whole layers allow, and what is
-chosen is the number of stages and how each rank runs its chunks.
+Interleaved, V-shaped and bidirectional schedules profit if all chunks take equally long. The layers
+are therefore cut into chunks as balanced as whole layers allow, and the search only chooses the
+number of stages and a strategy for each chunk.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.inter_op.stage_prices import Floats, Ints, Table
 from autopar.inter_op.stage_values import Law
 
 Chunks = tuple[tuple[int, int, int], ...]  # row, first, last
-_MOST_WAYS = 4096  # of running the chunks of one rank; beyond, equal chunks are run alike
+_MOST_WAYS = 4096  # combinations of options per rank; beyond, equal chunks use the same option
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How one rank runs its chunks: seconds as of a Candidate, and the option of every chunk."""
+    """A choice of options for the chunks of one rank, with seconds as in Candidate."""
 
     seconds: float
     once: float
@@ -33,12 +33,12 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """Ways of running the chunks of one rank.
+    """All choices of options for the chunks of one rank.
 
     Attributes:
-        options: [ways, chunks], the option of every chunk.
-        sums: [ways, 4] over chunks: seconds, seconds once, fixed bytes, bytes per microbatch.
-        transient: [ways], the most transient bytes of a chunk.
+        options: [ways, chunks] option of every chunk.
+        sums: [ways, 4] sums over chunks: seconds, seconds once, fixed bytes, bytes per microbatch.
+        transient: [ways] largest transient bytes of a chunk.
     """
 
     options: Ints
@@ -48,13 +48,13 @@ class _Mixed:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Ranks on equal sub-meshes.
+    """Ranks on equal sub-meshes and their chunks.
 
     Attributes:
-        q: the sub-mesh.
-        ranks: the chunks of every rank, in the order of layers.
-        rows: [ranks, chunks], their signatures.
-        entering: [ranks], seconds of transfers into a rank for each microbatch.
+        q: index of the sub-mesh.
+        ranks: the chunks of every rank, in layer order.
+        rows: [ranks, chunks] signatures of the chunks.
+        entering: [ranks] seconds of transfers into a rank per microbatch.
         borders: seconds of all transfers of one microbatch.
     """
 
@@ -66,14 +66,14 @@ class _Shape:
 
 
 class Even:
-    """All pipelines of one law with chunks and one number of microbatches.
+    """All pipelines of one law with several chunks and one number of microbatches.
 
     Args:
-        space: the pipelines.
-        law: of the schedule.
-        microbatches: of a step.
-        transfer: [layers, submesh before, submesh behind]; seconds of one microbatch's way over the
-            border before each layer and back.
+        space: the space of pipelines.
+        law: law of the schedule.
+        microbatches: per step.
+        transfer: [layers, submesh before, submesh after] seconds to transfer one microbatch across
+            the border before each layer and back.
     """
 
     def __init__(self, space: Space, law: Law, microbatches: int, transfer: Floats) -> None:
@@ -84,9 +84,9 @@ class Even:
     def best(
         self, table: Table, cutoff: float, only: int | None = None, slack: float = 0.0
     ) -> Draft | None:
-        """The fastest pipeline that takes less than `cutoff` seconds, None if there is none.
+        """Returns the fastest pipeline that takes less than `cutoff` seconds, None if none does.
 
-        There are few, so that it is the fastest whatever `slack` allows.
+        There are few pipelines, so the result is exact whatever `slack` allows.
         """
         shapes = [self._shape(stages, q) for stages, q in self._sizes(only)]
         found: Draft | None = None
@@ -100,7 +100,7 @@ class Even:
     rough = best
 
     def _sizes(self, only: int | None) -> Iterator[tuple[int, int]]:
-        """(stages, sub-mesh) that tile the devices."""
+        """Yields the pairs (stages, sub-mesh) that use all devices."""
         prices = self.space.prices
         for q, size in enumerate(prices.sizes):
             stages = self.space.devices // int(size)
@@ -117,7 +117,7 @@ class Even:
                 yield stages, q
 
     def _shape(self, stages: int, q: int) -> _Shape:
-        """The chunks of every rank: as fast as one another, by optimistic seconds."""
+        """Returns the chunks of every rank, balanced by lower bounds on their seconds."""
         if (stages, q) not in self._shapes:
             law, row = self.law, self.space.prices.row
             ends = self.space.even(stages * law.chunks // law.copies, self.microbatches)
@@ -140,7 +140,7 @@ class Even:
         return self._shapes[stages, q]
 
     def _least(self, shape: _Shape, table: Table) -> float:
-        """A bound on the seconds of a step, each rank as fast as it can be in any memory."""
+        """Returns a lower bound on the seconds of a step that ignores memory."""
         law, count = self.law, self.microbatches
         fill = law.fill(len(shape.ranks), count)
         there = np.arange(table.figures.shape[2]) < table.count[:, shape.q, None]
@@ -197,7 +197,7 @@ class Even:
         )
 
     def _mixed(self, rows: tuple[int, ...], q: int, table: Table) -> _Mixed | None:
-        """All ways in which a rank can run its chunks, None where one of them cannot be run."""
+        """Returns all choices of options for a rank, None if one of its chunks cannot run."""
         if not table.count[list(rows), q].all():
             return None
         options = self._options(rows, q, table)
@@ -207,7 +207,7 @@ class Even:
         return _Mixed(options, sums, figures[:, :, 4].max(axis=1))
 
     def _options(self, rows: tuple[int, ...], q: int, table: Table) -> Ints:
-        """[ways, chunks]: the option of every chunk; of equal chunks how many have which."""
+        """Returns [ways, chunks] options; equal chunks are distinguished only by option counts."""
         places: dict[int, list[int]] = {}
         for at, row in enumerate(rows):
             places.setdefault(row, []).append(at)
@@ -218,7 +218,7 @@ class Even:
             return np.repeat(np.arange(min(counts))[:, None], len(rows), axis=1)
         found = np.zeros((1, len(rows)), dtype=np.int64)
         for (row, of), count in zip(places.items(), counts, strict=True):
-            # What keeps least stands first: that chunk keeps it the longest.
+            # The option that keeps the least comes first: the first chunk keeps it the longest.
             order = np.argsort(table.figures[row, q, :count, 3], kind="stable")
             some = np.repeat(order[:, None], len(of), axis=1)
             if many <= _MOST_WAYS:
@@ -228,7 +228,7 @@ class Even:
         return found
 
     def _ways(self, mixed: _Mixed, in_flight: float) -> list[_Way]:
-        """Those within memory; of these what none is faster than, each microbatch and once."""
+        """Returns the Pareto-optimal ways within memory, by seconds per microbatch and once."""
         nbytes = mixed.sums[:, 2] + in_flight * mixed.sums[:, 3] + mixed.transient
         fits = np.flatnonzero(nbytes <= self.space.memory)
         found, least = [], math.inf

@@ -1,4 +1,4 @@
-"""A timeline of a pipeline as a picture of letters, one line a rank."""
+"""Renders the timeline of a pipeline as text, one line per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {
     "W": "white on magenta",
     "U": "black on yellow",
 }
-# Of the later stages of a rank, and of other copies of the model.
+# Colours of a rank's later stages, and of other copies of the model.
 _SECOND = {
     "F": "black on bright_green",
     "B": "black on bright_blue",
@@ -26,27 +26,27 @@ _SECOND = {
 
 
 def gantt(timeline: Timeline, columns: int) -> tuple[Text, ...]:
-    """Returns a line for each rank, whose length is the time of the step.
+    """Returns one line per rank whose width represents the time of the step.
 
-    An action is drawn as its kind and, where there is room, the number of its microbatch; what is
-    left of its width is filled with "-". `IDLE` is a rank that waits. Where there are fewer columns
-    than actions, a column shows what runs in its middle.
+    An action shows its kind and, if there is room, its microbatch; "-" fills the rest of its width.
+    `IDLE` marks a waiting rank. If there are fewer columns than actions, each column shows the
+    action that runs in its middle.
 
     Args:
-        timeline: what to draw.
-        columns: how many characters a line may have, at least one.
+        timeline: the timeline to render.
+        columns: maximum number of characters per line, at least one.
     """
     lengths = [span.end - span.start for row in timeline.spans for span in row]
     shortest = min((length for length in lengths if length), default=timeline.seconds)
     room = columns * shortest / timeline.seconds if timeline.seconds else 0.0
-    # Whole columns for the shortest action make equal actions equally wide.
+    # Whole columns for the shortest action keep equal actions equally wide.
     column = shortest / (int(room) or room or 1.0)
     count = round(timeline.seconds / column) if column else 0
     return tuple(_line(row, column, min(count, columns)) for row in timeline.spans)
 
 
 def legend(timeline: Timeline) -> Text:
-    """Returns the kinds of actions that there are, in their colours."""
+    """Returns the kinds of actions that occur, in their colours."""
     words = {
         "F": "forward", "B": "backward", "I": "input backward", "W": "weight backward",
         "U": "update",
@@ -62,7 +62,7 @@ def legend(timeline: Timeline) -> Text:
 
 
 def _line(row: tuple[Span, ...], column: float, columns: int) -> Text:
-    """What runs in the middle of each column; the first column of an action begins its text."""
+    """Renders a row: each column shows the action in its middle, labelled at its first column."""
     line = Text()
     ahead = iter(row)
     span = next(ahead, None)
@@ -82,7 +82,7 @@ def _line(row: tuple[Span, ...], column: float, columns: int) -> Text:
 
 
 def _text(span: Span, column: float) -> str:
-    """Kind and microbatch if they fit, else the kind."""
+    """Returns kind and microbatch if they fit, else the kind."""
     letter, batch = span.action.kind[0], span.action.microbatch
     text = letter if batch == ALL else f"{letter}{batch}"
     return text if round((span.end - span.start) / column) >= len(text) else letter

@@ -1,13 +1,14 @@
-"""What a search for stages has to know of a schedule, read off the schedule itself.
+"""Derives the `Law` of a schedule, which a stage search needs, from the schedule itself.
 
-A step of equal stages takes B t + fill (D - 1) t seconds, with D ranks, B microbatches and t
-seconds of a rank's work on one: `fill` is 1 for GPipe and 1F1B, 1/v for v chunks, and so on. Of a
-schedule that does not flush it is a period of the steady state, whose `fill` is 0; its warm-up and
-drain come once in a training and count for nothing. It
-follows from the schedule's bubble. Where none is published a few microbatches a rank are simulated:
-beyond them it does not change. Which part of the transfers a rank waits for in every microbatch is
-simulated, too: 1F1B waits for round trips between neighbours, while interleaved and zero-bubble
-schedules have other work to do meanwhile.
+A step of equal stages takes B t + fill (D - 1) t seconds with D ranks, B microbatches and t seconds
+of work per rank and microbatch. `fill` follows from the bubble of the schedule: 1 for GPipe and
+1F1B, 1/v for v chunks, and so on. For a schedule that does not flush, the formula gives one period
+of the steady state with `fill` = 0; warm-up and drain occur once per training run and are ignored.
+
+Where no closed form of the bubble is published, a few microbatches per rank are simulated; more
+microbatches do not change the result. The fraction of transfer time that stalls a rank in every
+microbatch is simulated, too: 1F1B waits for round trips between neighbours, while interleaved and
+zero-bubble schedules overlap them with other work.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.stage_values import Law
 
-_ROUNDS = 3  # of microbatches a rank that are simulated
-_RANKS = 8  # on which transfers are simulated
-_TRANSFER = 0.05  # seconds of each, there and back, in units of a rank's work on a microbatch
+_ROUNDS = 3  # simulated microbatches per rank
+_RANKS = 8  # ranks in the simulation of transfers
+_TRANSFER = 0.05  # seconds of each transfer, relative to the work of a rank on a microbatch
 
 
 def law(name: str, **options: int) -> Law:
-    """The law of a schedule.
+    """Returns the law of a schedule.
 
     Args:
-        name: of the schedule.
-        options: its own, as `chunks`.
+        name: name of the schedule.
+        options: options of the schedule, such as `chunks`.
 
     Raises:
-        ScheduleError: there is no such schedule, or it takes no such options.
+        ScheduleError: the schedule does not exist or does not take these options.
     """
     chunks = copies = 0
     refused: ScheduleError | None = None
-    for ranks in (2, 4):  # some need an even number
+    for ranks in (2, 4):  # some schedules need an even number
         try:
             made = schedule(name, ranks, 2 * ranks, **options)
         except ScheduleError as error:
@@ -66,11 +67,11 @@ def law(name: str, **options: int) -> Law:
         if made is None or ranks == 1:
             return 1.0
         if not made.flushes:
-            return 0.0  # every rank works all the time, from period to period
+            return 0.0  # every rank is always busy, across periods
         bubble = None if made.joined else made.bubble(Times())
         if bubble is None:
             few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
-            if made_for(ranks, few) is not None:  # some take multiples of other numbers
+            if made_for(ranks, few) is not None:  # some schedules need a multiple of another number
                 microbatches = few
             made = schedule(name, ranks, microbatches, **options)
             bubble = simulate(made, [StageCost()] * made.stages).bubble
@@ -92,7 +93,7 @@ def law(name: str, **options: int) -> Law:
 
 
 def _exposed(name: str, options: dict[str, int]) -> float:
-    """Seconds that a microbatch more takes because of transfers, over those into one rank."""
+    """Returns the seconds that transfers add per microbatch, relative to those into one rank."""
 
     def seconds(microbatches: int, transfer: float) -> float:
         made = schedule(name, _RANKS, microbatches, **options)

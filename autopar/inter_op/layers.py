@@ -1,9 +1,10 @@
-"""Layers: what a model is cut between, so that stages can be made of them.
+"""Groups a model's operators into layers, the units from which stages are built.
 
-Repeated blocks are layers. What stands between them joins a neighbour if it is light, else it is a
-layer of its own, or several, so that a heavy embedding or head is balanced like anything else. A
-model without repeated blocks is clustered as in Alpa (OSDI 2022, section 5.3): so many layers, none
-above (1 + slack) times the mean, with the fewest bytes between them.
+Each repeated block is a layer. Operators between blocks join a neighbouring layer if they are
+light; otherwise they form one or more layers of their own, so that a heavy embedding or head is
+balanced like any other layer. A model without repeated blocks is clustered as in Alpa (OSDI 2022,
+section 5.3): into a given number of layers, none above (1 + slack) times the mean weight, with the
+fewest bytes between them.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from autopar.ir.graph import Graph, Node
 
 Floats = NDArray[np.float64]
 
-# A segment joins a neighbour if it weighs less than this part of a layer.
+# A segment joins a neighbour if it weighs less than this fraction of a layer.
 _LIGHT = 0.1
-# How many layers a model without repeated blocks is clustered into, unless told.
+# Default number of layers for a model without repeated blocks.
 _LAYERS = 16
-# What hangs on no parameter and weighs less than this part of the model is computed again where it
-# is needed rather than sent.
+# A value that depends on no parameter and weighs less than this fraction of the model is recomputed
+# where it is needed instead of being sent.
 _CHEAP = 0.01
-# Bytes are compared first; among equal ones cuts into even layers win.
+# Bytes take precedence; ties are broken in favour of evenly sized layers.
 _EVEN = 1e-6
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A graph's operators in contiguous layers.
+    """A partition of a graph's operators into contiguous layers.
 
     Attributes:
-        ends: the last operator of every layer; no `autopar.share`, which other graphs lack.
+        ends: the last operator of every layer, never an `autopar.share`, which other graphs lack.
         weights: seconds or FLOPs of every layer.
-        forward: bytes of one microbatch's values that cross each border between two layers: all
-            that is read behind it, skips included, but no inputs, parameters or what is cheap to
-            compute again.
-        backward: the same of gradients.
-        kinds: equal for layers that are equal.
+        forward: bytes of one microbatch's values that cross each border between two layers: every
+            value read after the border, skip connections included, except inputs, parameters and
+            values that are cheap to recompute.
+        backward: the same for gradients.
+        kinds: layers with equal kinds are identical.
     """
 
     ends: tuple[str, ...]
@@ -61,15 +62,15 @@ def find_layers(
     slack: float = 0.5,
     most: int = 128,
 ) -> Layers:
-    """`graph` in layers.
+    """Divides a graph into layers.
 
     Args:
-        graph: with its repeats, if it has any.
-        weights: of each operator, seconds or FLOPs; what is missing weighs nothing.
-        count: how many layers; None for the repeated blocks and what a model of them needs besides,
-            at most 16, fewer where operators are too heavy for that.
-        slack: by which part of the mean a layer of a cluster may exceed it (Alpa's delta).
-        most: how many layers there may be; repeated blocks stand together where there are more.
+        graph: the graph, with its repeats, if any.
+        weights: seconds or FLOPs of operators; missing ones weigh nothing.
+        count: number of layers; None for the repeated blocks plus the layers around them, at most
+            16 for a model without blocks, fewer where operators are too heavy.
+        slack: fraction of the mean by which a clustered layer may exceed it (Alpa's delta).
+        most: maximum number of layers; repeated blocks are merged if there are more.
 
     Raises:
         GraphError: the graph has no operator, or fewer than `count`.
@@ -92,15 +93,15 @@ def find_layers(
 
 
 def layers_at(graph: Graph, weights: Mapping[str, float], ends: Sequence[str]) -> Layers:
-    """`graph` in layers whose last operators are given.
+    """Divides a graph into layers with the given last operators.
 
     Args:
-        graph: with its repeats, if it has any.
-        weights: of each operator, seconds or FLOPs; what is missing weighs nothing.
+        graph: the graph, with its repeats, if any.
+        weights: seconds or FLOPs of operators; missing ones weigh nothing.
         ends: in execution order; the last one is the graph's last operator.
 
     Raises:
-        GraphError: one is no operator, or they are not in order.
+        GraphError: an end is not an operator, or the ends are out of order.
     """
     row = _Row(graph, weights)
     places = [row.place.get(name, -1) + 1 for name in ends]
@@ -114,7 +115,7 @@ def layers_at(graph: Graph, weights: Mapping[str, float], ends: Sequence[str]) -
 
 
 class _Row:
-    """The operators of a graph, `autopar.share`s left out, as arrays."""
+    """The operators of a graph as arrays, without `autopar.share`s."""
 
     def __init__(self, graph: Graph, weights: Mapping[str, float]) -> None:
         self.graph = graph
@@ -127,9 +128,9 @@ class _Row:
         self.forward, self.backward = self._crossing()
 
     def _crossing(self) -> tuple[Floats, Floats]:
-        """[operators + 1]: bytes of values and of gradients that cross the place before each."""
+        """Returns [operators + 1] bytes of values and gradients that cross before each one."""
         graph, size = self.graph, len(self.nodes)
-        last: dict[str, int] = {}  # the last place where a value is read
+        last: dict[str, int] = {}  # position of the last reader of each value
         for node in reversed(graph.nodes):
             readers = graph.users[node.name]  # a share is read where its readers are
             reads = [self.place[user] if user in self.place else last[user] for user in readers]
@@ -146,7 +147,7 @@ class _Row:
         return forward, backward
 
     def _sent_anyway(self, node: Node, last: Mapping[str, int]) -> bool:
-        """Whether the value that a node is a view of crosses wherever the view does."""
+        """Returns whether the base value of a view crosses every border that the view crosses."""
         assert node.alias is not None
         base = self.graph[node.alias]
         return (
@@ -157,7 +158,7 @@ class _Row:
         )
 
     def _cheap(self) -> set[str]:
-        """What is computed from inputs and buffers alone in next to no time."""
+        """Returns the values computed from inputs and buffers alone at negligible cost."""
         total = float(self.sums[-1])
         cost: dict[str, float] = {}
         for node in self.graph.nodes:
@@ -171,7 +172,7 @@ class _Row:
         return {name for name, seconds in cost.items() if seconds <= _CHEAP * total}
 
     def blocks(self, most: int) -> list[tuple[int, int]]:
-        """[start, stop) of the repeated blocks, if they are most of the model; else none."""
+        """Returns [start, stop) of the repeated blocks if they dominate the model, else none."""
         found: list[tuple[int, int]] = []
         total = sum(repeat.count for repeat in self.graph.repeats)
         for repeat in self.graph.repeats:
@@ -187,7 +188,7 @@ class _Row:
         return found if covered >= self.sums[-1] / 2 and len(found) > 1 else []
 
     def around(self, blocks: list[tuple[int, int]], slack: float) -> list[int]:
-        """The ends of layers where blocks are given: light segments between them join them."""
+        """Returns the ends of layers built around blocks; light segments in between join them."""
         mean = sum(float(self.sums[b] - self.sums[a]) for a, b in blocks) / len(blocks)
         ends: list[int] = []
         at = 0
@@ -197,7 +198,7 @@ class _Row:
                 parts = min(start - at, max(1, round(weight / mean)))
                 ends += self.clustered(at, start, parts, slack)
             elif start > at and start == len(self.nodes) and ends:
-                ends[-1] = start  # what ends the model joins the last block
+                ends[-1] = start  # a light tail of the model joins the last block
             if stop > start:
                 ends.append(stop)
             at = stop
@@ -206,12 +207,12 @@ class _Row:
     def clustered(
         self, start: int, stop: int, count: int, slack: float, exact: bool = False
     ) -> list[int]:
-        """The ends of layers of the operators from `start` to before `stop`.
+        """Clusters the operators from `start` to before `stop`; returns the ends of their layers.
 
-        Of `count` layers, or the most below it, those with the fewest bytes between them. None
-        weighs more than (1 + slack) times the mean, but for what one operator weighs alone, nor
-        less than (1 - slack) times the mean of `count` layers. With `exact` there are `count`
-        layers, some of which may weigh less.
+        Of the divisions into `count` layers, or else the most that is possible, it takes the one
+        with the fewest bytes between layers. No layer weighs more than (1 + slack) times the mean,
+        unless a single operator does, nor less than (1 - slack) times the mean of `count` layers.
+        With `exact` there are exactly `count` layers, some of which may weigh less.
         """
         sums = self.sums[start : stop + 1] - self.sums[start]
         crossing = (self.forward + self.backward)[start : stop + 1].copy()
@@ -229,7 +230,7 @@ class _Row:
         raise GraphError(f"the operators of {self.graph.name} cannot be clustered")
 
     def layers(self, ends: list[int]) -> Layers:
-        """The layers that end before those places."""
+        """Builds the layers that end before the given positions."""
         starts = [0, *ends[:-1]]
         numbers: dict[tuple[str, ...], int] = {}
         kinds = []
@@ -248,13 +249,13 @@ class _Row:
 def _cluster(
     sums: Floats, crossing: Floats, count: int, most: float, least: float
 ) -> list[int]:  # fmt: skip
-    """The ends of `count` parts with the fewest bytes between them; none if there are none.
+    """Returns the ends of `count` parts with the fewest bytes between them, empty if infeasible.
 
     Args:
-        sums: weights of the operators before each place.
-        crossing: bytes at each place.
+        sums: prefix sums of the operators' weights.
+        crossing: bytes at each position.
         count: number of parts.
-        most, least: weight of a part.
+        most, least: bounds on the weight of a part.
     """
     size, mean = len(sums) - 1, float(sums[-1]) / count
     best = np.full((count + 1, size + 1), np.inf)
@@ -279,7 +280,7 @@ def _cluster(
 
 
 def _limit(sums: Floats, count: int, wished: float) -> float:
-    """The smallest weight, but at least `wished`, that `count` layers need not exceed."""
+    """Returns the smallest limit, at least `wished`, that `count` layers can satisfy."""
 
     def parts(limit: float) -> int:
         number, at = 0, 0

@@ -1,9 +1,9 @@
-"""The partition: which layers run on which sub-mesh, in how many microbatches, by which schedule.
+"""Chooses the stages, their sub-meshes, the number of microbatches and the schedule jointly.
 
-All of it is chosen together. Stage costs are asked for lazily. First prices that are not known are
-guessed from the most similar known ones, and what the best pipeline by such guesses needs is asked
-until all of it is known. Then they are replaced by bounds, and what a pipeline needs that might
-still be better is asked until there is none: the result is exact, whatever the guesses were.
+Stage costs are requested lazily. The search first estimates unknown prices from the most similar
+known ones and requests those that the best estimated pipeline needs, until all of them are known.
+It then replaces the estimates with lower bounds and requests the prices of every pipeline that
+could still beat the best one. The result is exact, however poor the estimates were.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from autopar.inter_op.stage_values import Found, Law, Progress
 from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
 
-# (border: the layer behind it; sub-mesh before; sub-mesh behind; microbatches) -> seconds that one
-# microbatch takes over it, activations forwards and gradients backwards together
+# (layer after the border, sub-mesh before, sub-mesh after, microbatches) -> seconds to transfer one
+# microbatch across the border, activations forward plus gradients backward
 Transfer = Callable[[int, SubMesh, SubMesh, int], float]
 Config = Straight | Even
 
-# Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
+# Number of schedules and microbatch counts whose estimates are refreshed after an answer.
 _FRONT = 8
-# So many stage costs of a pipeline are asked for at once.
+# Number of stage costs of one pipeline that are requested in one batch.
 TOGETHER = 4
-# So many of the best pipelines by guesses, on other sub-meshes or microbatches, are asked together.
+# Number of top estimated pipelines, on other sub-meshes or microbatches, requested in one batch.
 _PLACES = 2
-# How exactly the best pipeline by guesses is looked for.
+# Relative tolerance of the search for the best estimated pipeline.
 _SLACK = 0.005
 
 
@@ -60,38 +60,41 @@ def partition(
     ahead: Callable[[Sequence[Cell]], None] | None = None,
     again: float = 0.0,
 ) -> Found:
-    """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
+    """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
     Args:
-        kinds: of every layer; ranges of layers of equal kinds cost the same and are asked for once.
-        submeshes: what stages may get; the largest is the cluster.
-        laws: schedules to choose from.
-        microbatches: numbers of them to choose from.
-        memory: bytes of a device.
-        stage_cost: (first layer, last layer, both counted in; sub-mesh; microbatches) -> ways to
-            run them, none where there is none.
-        lower_bound: the same -> a Candidate none of whose figures is above those of any way.
+        kinds: one per layer; ranges with equal kinds have equal costs and are requested once.
+        submeshes: candidate sub-meshes of stages; the largest is the whole cluster.
+        laws: candidate schedules.
+        microbatches: candidate numbers of microbatches.
+        memory: bytes per device.
+        stage_cost: maps (first layer, last layer, both inclusive; sub-mesh; microbatches) to
+            candidates, empty if the range cannot run there.
+        lower_bound: takes the same arguments and returns a Candidate whose figures are lower
+            bounds for every candidate.
         transfer: see `Transfer`.
-        borders: for each layer but the first, in what the border before it differs from others;
-            equal ones have equal transfers. None: all differ.
-        most_stages: how many stages there may be.
-        most_calls: how many stage costs may be asked for; what is not asked for by then shows in
-            `Found.bound`.
-        patience: after how many further stage costs without a better pipeline it is no longer
-            looked for a proof, 0: it is not begun; None: it goes on.
-        gap: the search stops if the best is proved to be this close, as part of its seconds.
-        scaling: believe that stages do not get more efficient with more devices, more microbatches
-            or fewer layers, nor than the most efficient one that is known (efficient: near to
-            `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
+        borders: a key per layer but the first that describes the border before it; borders with
+            equal keys have equal transfers. None: all differ.
+        most_stages: maximum number of stages.
+        most_calls: maximum number of stage costs to request; `Found.bound` reflects the prices
+            that remain unknown.
+        patience: gives up the proof of optimality after this many further stage costs without a
+            better pipeline; 0 skips the proof, None never gives up.
+        gap: stops once the best is proved to be within this fraction of the optimum.
+        scaling: assumes that stages do not get more efficient with more devices, more microbatches
+            or fewer layers, and that none exceeds the best known efficiency (closeness to
+            `lower_bound`). Requests far fewer stage costs; `Found.bound` holds only if the
+            assumption does.
         progress: called after every few stage costs.
-        probes: sub-meshes and microbatches of which one stage is asked for first.
-        ahead: told of stage costs that are asked for next, one by one, so that it can work them
-            out at once.
-        again: guess that for so many times its seconds more a stage keeps nothing in flight.
+        probes: pairs of sub-mesh and microbatches for which one stage is priced first.
+        ahead: receives the stage costs that are requested next, one by one, so that it can
+            compute them in one batch.
+        again: extra time of full recomputation as a multiple of a stage's seconds; estimates
+            assume that a recomputed stage keeps no activations in flight.
 
     Raises:
-        InfeasibleError: nothing fits into memory, or no schedule can be had.
-        CostError: a stage cost with a figure that is negative or not finite.
+        InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
+        CostError: a figure of a stage cost is negative or not finite.
     """
     space = Space(
         Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead, again),
@@ -121,7 +124,7 @@ def _transfers(
     transfer: Transfer,
     borders: Sequence[Hashable] | None,
 ) -> Floats:
-    """[layers, submesh before, submesh behind] of seconds at the border before each layer."""
+    """Returns [layers, submesh before, submesh after] seconds at the border before each layer."""
     found = np.zeros((layers, len(submeshes), len(submeshes)))
     like: dict[Hashable, int] = {}
     for at in range(1, layers):
@@ -136,7 +139,7 @@ def _transfers(
 
 
 class _Search:
-    """Asks for stage costs until the best pipeline is known."""
+    """Requests stage costs until the best pipeline is known."""
 
     def __init__(
         self,
@@ -156,17 +159,16 @@ class _Search:
 
     @property
     def seconds(self) -> float:
-        """Of the best pipeline that is known."""
+        """Seconds of the best known pipeline."""
         return float("inf") if self.best is None else self.best.seconds
 
     def probe(self, wanted: Sequence[tuple[SubMesh, int]]) -> None:
-        """Ask for the middle one of equal stages, so that guesses begin with usual efficiencies.
+        """Requests the middle one of equal stages, so that estimates start from usual efficiencies.
 
-        On the sub-meshes and in the microbatches that are wanted; else on a whole host, in a usual
-        number of microbatches. Where no stage is believed to be more efficient than the best
-        known, also on the smallest sub-mesh in the largest microbatches: the kernels of a small
-        model are all launches, and the more devices or microbatches share them, the less
-        efficient they are.
+        It uses the given sub-meshes and microbatches, or else a whole host and a typical number of
+        microbatches. With `scaling` it also prices the smallest sub-mesh with the largest
+        microbatches: launch overhead dominates the kernels of a small model, and efficiency drops
+        further as more devices or microbatches share them.
         """
         prices, space = self.prices, self.space
         cells = []
@@ -192,14 +194,14 @@ class _Search:
         )
 
     def _middle(self, stages: int, count: int) -> tuple[int, int]:
-        """First and last layer of the middle one of equal stages."""
+        """Returns the first and last layer of the middle one of equal stages."""
         ends = (0, *self.space.even(stages, count))
         return ends[stages // 2], ends[stages // 2 + 1] - 1
 
     def guess(self) -> None:
-        """Ask for what the best pipeline by guesses needs until all of it is known.
+        """Requests the prices of the best estimated pipeline until all of them are known.
 
-        First among pipelines of equal sub-meshes, which need few different stage costs.
+        Starts with pipelines of equal sub-meshes, which need few distinct stage costs.
         """
         for rough in (True, False):
             last = dict.fromkeys(range(len(self.configs)), 0.0)
@@ -216,9 +218,9 @@ class _Search:
             self._known()
 
     def _guessed(self, order: list[int], last: dict[int, float], rough: bool) -> list[Draft]:
-        """What is better by guesses than the best known, the best first; `last` gets their seconds.
+        """Returns the drafts estimated to beat the best known one, best first; updates `last`.
 
-        Of those on equal sub-meshes also the next best, in other places.
+        For equal sub-meshes it also returns the runners-up on other sub-meshes or microbatches.
         """
         tables: dict[int, Table] = {}
         cutoff = self.seconds * (1 - self.gap)
@@ -238,13 +240,13 @@ class _Search:
                 if not rough:
                     cutoff = draft.seconds
                     if len(order) == _FRONT:
-                        break  # good enough to ask for what it needs
+                        break  # good enough to request its prices
                 elif len(found) == _PLACES:
                     cutoff = found[-1].seconds
         return found if rough else found[:1]
 
     def _known(self) -> None:
-        """Take the best of what is known."""
+        """Updates the best pipeline from the known prices."""
         for rough in (True, False):
             for config in self.configs:
                 table = self.prices.table(config.microbatches, "none")
@@ -252,17 +254,17 @@ class _Search:
                 self.best = search(table, self.seconds) or self.best
 
     def prove(self) -> None:
-        """Ask for what a pipeline might need that is better than the best; set the bound."""
+        """Requests the prices of every pipeline that could beat the best; sets the bound."""
         if not self.patience:
             if self.best is None:
                 self._known()
             return
-        order = itertools.count()  # tells apart what has equal bounds
+        order = itertools.count()  # breaks ties between equal bounds
         queue: list[tuple[float, int, int, int]] = []
         drafts: dict[int, Draft] = {}
         ratio, better = math.inf, len(self.prices.known)
         while queue or ratio > self.prices.best_ratio():
-            if ratio > self.prices.best_ratio():  # all bounds may be lower than they seemed
+            if ratio > self.prices.best_ratio():  # every bound may now be lower than before
                 ratio = self.prices.best_ratio()
                 queue = [(0.0, next(order), at, -1) for at in range(len(self.configs))]
             self.bound, _, at, asked = queue[0]
@@ -282,7 +284,7 @@ class _Search:
             elif not self._ask([drafts[at]], "looking for better ones"):
                 self.best, better = drafts[at], len(self.prices.known)
             elif asked == len(self.prices.known):
-                return self._known()  # the budget is spent
+                return self._known()  # the budget is exhausted
         if not queue:
             self.bound = self.seconds
 
@@ -291,11 +293,11 @@ class _Search:
         return sorted({config.microbatches for config in self.configs})
 
     def _ask(self, drafts: Sequence[Draft], doing: str) -> bool:
-        """Whether prices of the first pipeline are not known; they are asked for, and with them of
-        the next ones, as long as that is little.
+        """Requests the unknown prices of the first draft; returns whether there were any.
 
-        Where nothing is known of a sub-mesh in so many microbatches, its most frequent range of
-        layers comes alone: the others seldom change whether it is worth anything.
+        Adds those of the next drafts while the batch is small. For a sub-mesh and microbatch count
+        without any known price it requests only the most frequent range of layers, because the
+        others seldom change whether that combination is worthwhile.
         """
         missing = [self._unknown(draft) for draft in drafts]
         wanted: list[tuple[int, int, int]] = []
@@ -312,7 +314,7 @@ class _Search:
         return bool(missing[0])
 
     def _unknown(self, draft: Draft) -> list[tuple[int, int, int]]:
-        """Prices of a pipeline to ask for next, none if all of them are known."""
+        """Returns the prices of a draft to request next, empty if all are known."""
         count, known = draft.microbatches, self.prices.known
         tested = {(b, q) for b, _, q in known}
         keys = Counter((count, row, q) for row, q in draft.cells if (count, row, q) not in known)
@@ -324,7 +326,7 @@ class _Search:
         return found
 
     def result(self) -> Found:
-        """The best, and other forms whose prices are known, up to twice as slow."""
+        """Returns the best pipeline, and other fully priced forms at most twice as slow."""
         if self.best is None:
             raise infeasible(self.space, self.configs)
         limit, own = 2 * self.best.seconds, (self.best.law, self.best.microbatches)
@@ -353,7 +355,7 @@ class _Search:
 
 
 def _elsewhere(drafts: Sequence[Draft]) -> list[Draft]:
-    """The best ones of different numbers of microbatches or sub-meshes, the best first."""
+    """Returns the best draft of each number of microbatches or sub-mesh, best first."""
     best: dict[Hashable, Draft] = {}
     for draft in sorted(drafts, key=lambda draft: draft.seconds):
         best.setdefault((draft.microbatches, frozenset(q for q, _ in draft.stages)), draft)

@@ -1,4 +1,4 @@
-"""Timeline: when all of a simulated pipeline runs, how long ranks are idle, and what they keep."""
+"""Timeline of a simulated pipeline: start and end times, idle time and kept activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class Span(NamedTuple):
-    """One action in time, in seconds from the beginning of the step."""
+    """One action with its start and end, in seconds from the start of the step."""
 
     rank: int
     action: Action
@@ -27,17 +27,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One training step of a pipeline in time; nothing here is measured.
+    """One predicted training step of a pipeline over time; nothing here is measured.
 
     Attributes:
-        rows: the actions that take a rank's time: those that compute, and updates where they
-            take any.
-        starts: seconds at which they begin, an array for each rank.
-        ends: seconds at which they end.
-        peak_activations: for each rank, how many activations of one stage and microbatch it keeps
-            at the peak.
-        peak_bytes: for each rank, the most bytes of activations that it keeps at a time.
-        sends: gives what travels between ranks, see `transfers`.
+        rows: the actions that occupy a rank: computation, and updates that take time.
+        starts: start times in seconds, one array per rank.
+        ends: end times in seconds, one array per rank.
+        peak_activations: for each rank, the peak number of activations kept, each of one stage and
+            one microbatch.
+        peak_bytes: for each rank, the peak bytes of activations.
+        sends: computes the transfers between ranks, see `transfers`.
     """
 
     rows: tuple[Row, ...]
@@ -49,17 +48,17 @@ class Timeline:
 
     @cached_property
     def transfers(self) -> tuple[Span, ...]:
-        """Sends that take time, with the rank that sends and the time on their link."""
+        """Sends that take time, with the sending rank and the time on the link."""
         return self.sends()
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step, until the last rank is done."""
+        """Seconds of the whole step, until the last rank finishes."""
         return max((float(end[-1]) for end in self.ends if len(end)), default=0.0)
 
     @cached_property
     def _working(self) -> list[tuple[Floats, Floats]]:
-        """Starts and ends of each rank without the update that ends a flushed step."""
+        """Starts and ends per rank, without the update that ends a flushed step."""
         ends = [sum(a.kind == UPDATE and a.microbatch == ALL for a in row) for row in self.rows]
         return [
             (start[: len(start) - own], end[: len(end) - own])
@@ -68,44 +67,44 @@ class Timeline:
 
     @cached_property
     def computed(self) -> float:
-        """Seconds until the last rank is done, but for the update that ends a flushed step."""
+        """Seconds until the last rank finishes, without the update that ends a flushed step."""
         return max((float(end[-1]) for _, end in self._working if len(end)), default=0.0)
 
     @cached_property
     def period(self) -> float:
-        """Seconds between the first and the last action of the rank where that is longest.
+        """Longest time between the first and last action of a rank, in seconds.
 
-        It is the time of a step where the next step begins on a rank before others have ended.
+        This is the step time if the next step starts on a rank before others have finished.
         """
         spans = self._working
         return max((float(end[-1] - start[0]) for start, end in spans if len(end)), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds in which each rank computes, or updates before the end of a step."""
+        """Seconds that each rank computes, or updates before the end of a step."""
         return tuple(float((end - start).sum()) for start, end in self._working)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Which part of `computed` each rank is idle."""
+        """Idle fraction of each rank, relative to `computed`."""
         return tuple(1 - busy / self.computed if self.computed else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Returns the part of `computed` in which ranks are idle, on average."""
-        return max(0.0, sum(self.idle) / len(self.idle))  # sums of seconds are rounded
+        """Mean idle fraction of all ranks, relative to `computed`."""
+        return max(0.0, sum(self.idle) / len(self.idle))  # sums of seconds are subject to rounding
 
     @property
     def joined_bubble(self) -> float:
-        """Which part of `period` ranks are idle, on average: `bubble` without a barrier at the end.
+        """Mean idle fraction relative to `period`: the `bubble` without a barrier at the end.
 
-        It is what publications on zero bubbles give (arXiv:2401.10241, section 5).
+        Publications on zero-bubble schedules report this figure (arXiv:2401.10241, section 5).
         """
         return 1 - sum(self.busy) / (len(self.busy) * self.period) if self.period else 0.0
 
     @property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """The actions of each rank in time."""
+        """The actions of each rank with their times."""
         return tuple(
             tuple(map(Span, (rank,) * len(row), row, starts.tolist(), ends.tolist()))
             for rank, (row, starts, ends) in enumerate(
@@ -114,7 +113,7 @@ class Timeline:
         )
 
     def to_trace(self) -> str:
-        """Returns the step in Chrome's trace format, for ui.perfetto.dev: a line for each rank."""
+        """Returns the step in Chrome's trace format, for ui.perfetto.dev: one line per rank."""
         events: list[dict[str, object]] = []
         for rank, row in enumerate(self.spans):
             place: dict[str, object] = {"pid": 0, "tid": rank}

@@ -1,4 +1,4 @@
-"""Schedule: which rank computes what in which order, as a value; see `complete.py` for the rest."""
+"""Schedules as values: the order of computation on each rank; `complete.py` adds the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Row", "Rows", "Schedule", "Times", "check_sizes", "fraction", "line"
 
 
 class Rows(Sequence[Row]):
-    """The rows of ranks, made when they are first looked at: who plans asks for sizes only."""
+    """The rows of all ranks, built on first access, because the planner only reads the sizes."""
 
     def __init__(self, make: Callable[[], Sequence[Row]]) -> None:
         self._make = make
@@ -44,7 +44,7 @@ class Rows(Sequence[Row]):
 
 
 class Times(NamedTuple):
-    """Seconds of one stage on one microbatch, where all stages are equal.
+    """Seconds per microbatch of one stage, where all stages are equal.
 
     A whole backward takes `input + weight`.
     """
@@ -55,43 +55,44 @@ class Times(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of forward and backward."""
+        """Seconds of one forward and backward."""
         return self.forward + self.input + self.weight
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline computes in one training step, or in one period.
+    """The computation of every rank in one training step, or in one period.
 
-    A schedule that does not flush goes on from step to step: the pipeline never runs dry. Its rows
-    are one period of the steady state, with the updates of weights in them; see
+    A schedule that does not flush runs across steps, so the pipeline never drains. Its rows are one
+    period of the steady state and include the weight updates; see
     `ir/pipeline_step.py`.
 
     Attributes:
-        name: of the schedule.
-        stages: number of stages that the model is cut into.
-        microbatches: in a step, of all copies together; or in a period.
-        rows: the actions (F, B, I, W) of each rank in their order, and UPDATE where the schedule
-            does not flush. Nothing in them says when an action runs: it runs once the one before it
-            has ended and what it needs is there.
-        placement: `placement[copy][stage]` is the rank that holds that copy of that stage.
-        in_flight: for each rank, how many forwards at most are waiting for the end of their
-            backward at a time; each keeps the activations of one stage and one microbatch.
-        bubble: the published closed form of the part of the time that ranks are idle, given the
-            Times of equal stages without transfers; None where none is published for those sizes
-            or times.
-        joined: the published bubble counts the time between a rank's own first and last action,
-            as if the next step began wherever a rank is ready (arXiv:2401.10241, section 4: the
-            optimizer does not wait for other ranks). Otherwise it counts the whole step.
-        flushes: whether a step ends with an update of all stages, before the next one begins.
-        warm_up: periods until the rows are those of the steady state; 0 where a schedule flushes.
-        versions: of the weights that each stage holds, by stage; () for one everywhere.
-        staleness: by how many updates at most the weights behind a gradient are older than those
-            that it updates, by stage; () for 0 everywhere.
-        stashes: whether a backward runs on the weights that its forward saw.
-        pending: of how many updates gradients are under way between replicas at a time.
-        adjustment: what makes up for stale weights where they are updated.
-        first: periods at the beginning that run by another schedule, and which; None for none.
+        name: name of the schedule.
+        stages: number of stages.
+        microbatches: per step, over all replicas; or per period.
+        rows: the actions (F, B, I, W) of each rank in order, plus UPDATE where the schedule does
+            not flush. Rows carry no times: an action runs once its predecessor has finished and its
+            inputs are available.
+        placement: `placement[copy][stage]` is the rank of that stage of that replica.
+        in_flight: for each rank, the maximum number of forwards whose backward has not finished;
+            each keeps the activations of one stage and one microbatch.
+        bubble: the published closed form of the idle fraction, given the Times of equal stages
+            without transfers; None where none is published for those sizes or times.
+        joined: the published bubble counts the time between the first and last action of each
+            rank, as if the next step started as soon as a rank is ready (arXiv:2401.10241,
+            section 4: the optimizer does not wait for other ranks). Otherwise it counts the whole
+            step.
+        flushes: whether a step ends with an update of all stages, before the next one starts.
+        warm_up: periods until the steady state; 0 where a schedule flushes.
+        versions: weight versions that each stage keeps, by stage; () for one everywhere.
+        staleness: by stage, the maximum number of updates by which the weights that a gradient was
+            computed with are older than those that it updates; () for 0 everywhere.
+        stashes: whether a backward uses the weights of its forward.
+        pending: number of updates whose gradients are in transit between replicas at a time.
+        adjustment: the compensation for stale weights in the update.
+        first: the number of initial periods that run another schedule, and that schedule; None if
+            there are none.
     """
 
     name: str
@@ -113,22 +114,22 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, or of groups of devices that work as one."""
+        """Number of ranks; a group of devices that work together counts as one."""
         return 1 + max(max(ranks) for ranks in self.placement)
 
     @property
     def copies(self) -> int:
-        """How often the model exists."""
+        """Number of model replicas."""
         return len(self.placement)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether there are input backwards (I) and weight backwards (W)."""
+        """Whether backwards are split into input (I) and weight (W) backwards."""
         return any(action.kind == "I" for row in self.rows for action in row)
 
     @cached_property
     def holds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each rank the (stage, copy) pairs that it holds, in the order of stages."""
+        """The (stage, copy) pairs of each rank, in stage order."""
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for copy, ranks in enumerate(self.placement):
             for stage, rank in enumerate(ranks):
@@ -136,16 +137,16 @@ class Schedule:
         return tuple(tuple(sorted(pairs)) for pairs in held)
 
     def rank_of(self, action: Action) -> int:
-        """The rank that runs an action."""
+        """Returns the rank that runs an action."""
         return self.placement[action.copy][action.stage]
 
     def __str__(self) -> str:
-        """One line a rank: "0: F0.0 F0.1 B0.0 B0.1"."""
+        """Formats the rows, one line per rank: "0: F0.0 F0.1 B0.0 B0.1"."""
         return "\n".join(f"{rank}: {format_row(row)}" for rank, row in enumerate(self.rows))
 
 
 def check_sizes(name: str, ranks: int, microbatches: int) -> None:
-    """Refuse what no schedule can be made for.
+    """Checks that there is at least one rank and one microbatch.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.
@@ -159,20 +160,20 @@ def check_sizes(name: str, ranks: int, microbatches: int) -> None:
 
 
 def line(stages: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the placement of one stage on each rank."""
+    """Returns the placement with one stage per rank."""
     return (tuple(range(stages)),)
 
 
 def loop(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the placement of `chunks` stages on each rank, dealt out like cards."""
+    """Returns the placement with `chunks` stages per rank, assigned round-robin."""
     return (tuple(range(ranks)) * chunks,)
 
 
 def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the placement of two stages on each rank, to the last rank and back to the first."""
+    """Returns the V-shaped placement: two stages per rank, down to the last rank and back."""
     return ((*range(ranks), *reversed(range(ranks))),)
 
 
 def fraction(idle: float, busy: float) -> float:
-    """Returns which part of a rank's time it is idle, given both in seconds."""
+    """Returns the idle fraction of a rank, given its idle and busy seconds."""
     return idle / (idle + busy) if idle else 0.0

@@ -1,11 +1,12 @@
-"""What a step takes: when every action runs, what ranks wait for, and what they keep.
+"""Simulates a step: when every action runs, how long ranks wait, and which memory they keep.
 
-A rank runs its complete row in order. What computes begins when the action before it has ended and
-what it needs has arrived; sends and receives take no time of a rank. A transfer begins when the
-sender has come to it, and follows those before it on the same link, one for each direction between
-two ranks. An update that ends a step waits for all ranks, which decide together whether it is made.
+Each rank runs its complete row in order. A computation starts once the previous action has finished
+and its inputs have arrived; sends and receives take no time on a rank. A transfer starts once the
+sender reaches it and earlier transfers on the same link have finished; each direction between two
+ranks is one link. An update that ends a step waits for all ranks, which decide jointly whether to
+apply it.
 
-This module judges the schedules and shares no code with them: it reads rows and nothing else.
+This module checks the schedules independently and shares no code with them: it only reads rows.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from autopar.ir.pipeline_step import Step
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _SEND_F, _SEND_B, _UPDATE = (CODE[kind] for kind in ("SEND_F", "SEND_B", UPDATE))
-_STEADY = 3  # periods that are played behind the warm-up
-_MORE = 4  # further ones, by which the steady state is measured
+_STEADY = 3  # periods simulated after the warm-up
+_MORE = 4  # further periods, over which the steady state is measured
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -40,18 +41,17 @@ def _compiled(function: _Function) -> _Function:
 
 
 class StageCost(NamedTuple):
-    """What one stage takes for one microbatch.
+    """The cost of one stage per microbatch.
 
     Attributes:
         forward: seconds.
-        input: seconds of the backward that gives the gradient of the stage's input.
-        weight: seconds of the backward that gives the gradients of its parameters; a whole backward
-            takes `input + weight`.
-        activation: bytes kept from the forward until the backward has ended.
-        kept: bytes of `activation`, or in its place, that stay between the input backward and the
-            weight backward; all of `activation` where None.
-        update: seconds of what one update of the stage takes, its gradients' synchronisation
-            included.
+        input: seconds of the backward for the gradient of the stage's input.
+        weight: seconds of the backward for the gradients of its parameters; a whole backward takes
+            `input + weight`.
+        activation: bytes kept from the forward until the end of the backward.
+        kept: bytes kept between the input and the weight backward, part of `activation` or instead
+            of it; None for all of `activation`.
+        update: seconds of one update of the stage, including gradient synchronisation.
     """
 
     forward: float = 1.0
@@ -68,10 +68,10 @@ def simulate(
     transfers: Sequence[float] = (),
     returns: Sequence[float] | None = None,
 ) -> Timeline:
-    """Returns when each action of a step runs; see `prepare` and `Prepared.run`.
+    """Simulates a step and returns its timeline; see `prepare` and `Prepared.run`.
 
     Raises:
-        ScheduleError: the schedule is not whole, or there are not as many costs as stages.
+        ScheduleError: the schedule is incomplete, or the number of costs is not that of the stages.
         DeadlockError: actions of the schedule wait for one another.
     """
     return prepare(step).run(costs, transfers, returns)
@@ -84,12 +84,12 @@ def steady(
     transfers: Sequence[float] = (),
     returns: Sequence[float] | None = None,
 ) -> tuple[float, float]:
-    """Returns seconds of a period in the steady state, and the part of them that ranks are idle.
+    """Returns the seconds of a steady-state period and the idle fraction of the ranks.
 
     Args:
-        schedule: that does not flush.
-        step: its complete rows, of one period.
-        costs, transfers, returns: as of `Prepared.run`.
+        schedule: a schedule that does not flush.
+        step: its complete rows of one period.
+        costs, transfers, returns: as in `Prepared.run`.
 
     Raises:
         ScheduleError, DeadlockError: as `simulate`.
@@ -106,25 +106,25 @@ def steady(
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step that has been checked and put in an order in which everything can run.
+    """A checked step with its actions in a topological order.
 
-    Arrays hold one entry for each action, rank after rank.
+    Arrays have one entry per action, ordered by rank.
     """
 
     step: Step
     flat: list[Action]
-    begins: Ints  # where each rank's row begins, and the end of the last one
+    begins: Ints  # start of each rank's row, plus the end of the last row
     kind: Ints
     stage: Ints
-    hop: Ints  # between which neighbours a send goes, by the number of the earlier one, or -1
-    link: Ints  # on which a send goes, or -1
-    needs: Ints  # what has to be done, or to arrive, before an action, one action after the other
-    first: Ints  # where in `needs` those of each action begin, and the end of the last one
-    order: Ints  # in which an action comes after all that it needs
+    hop: Ints  # the earlier of the two neighbouring stages that a send connects, or -1
+    link: Ints  # link of a send, or -1
+    needs: Ints  # dependencies of all actions, concatenated
+    first: Ints  # start of each action's dependencies in `needs`, plus the end of the last
+    order: Ints  # topological order of the actions
 
     @cached_property
     def in_order(self) -> list[Action]:
-        """The actions, each after all that it needs."""
+        """Returns the actions in topological order."""
         return [self.flat[at] for at in self.order.tolist()]
 
     def run(
@@ -133,18 +133,18 @@ class Prepared:
         transfers: Sequence[float] = (),
         returns: Sequence[float] | None = None,
     ) -> Timeline:
-        """Returns when each action runs.
+        """Simulates the step under the given costs.
 
         Args:
-            costs: of the stages, in their order.
-            transfers: seconds from each stage to the next; none where empty. Between stages on one
-                rank nothing is transferred. What skips stages comes with what its reader is sent
-                by the stage before it, and takes no seconds of its own.
-            returns: seconds of the gradient on its way back, in the same order; as `transfers`
-                where None.
+            costs: one per stage, in order.
+            transfers: seconds from each stage to the next; empty for none. Stages on the same rank
+                transfer nothing. A value that skips stages travels with the data that its reader
+                receives from the previous stage, and takes no extra time.
+            returns: seconds of the gradients in the opposite direction, in the same order; None for
+                the same as `transfers`.
 
         Raises:
-            ScheduleError: there are not as many costs as stages, or a figure is no number from 0.
+            ScheduleError: the number of costs is wrong, or a figure is negative or not a number.
         """
         back = transfers if returns is None else returns
         table, hops = _figures(self.step.stages, costs, transfers, back)
@@ -180,7 +180,7 @@ class Prepared:
         )
 
     def _transfers(self, leaving: Floats, arrival: Floats) -> tuple[Span, ...]:
-        """What takes its time on a link, by the rank that sends it."""
+        """Returns the transfers that take time, with their sending ranks."""
         rank = np.searchsorted(self.begins, np.arange(len(self.flat)), side="right") - 1
         travels = (self.link >= 0) & (arrival > leaving)
         return tuple(
@@ -192,7 +192,7 @@ class Prepared:
 def _figures(
     stages: int, costs: Sequence[StageCost], transfers: Sequence[float], back: Sequence[float]
 ) -> tuple[Floats, Floats]:
-    """Forward, input, weight, activation, kept, update of each stage; seconds of hops both ways."""
+    """Converts the costs to arrays and validates them."""
     if len(costs) != stages or any(len(hops) not in (0, stages - 1) for hops in (transfers, back)):
         raise ScheduleError(
             f"{len(costs)} costs and {len(transfers)} transfers for {stages} stages",
@@ -217,17 +217,17 @@ def _figures(
 
 
 def prepare(step: Schedule | Step) -> Prepared:
-    """Returns a step ready to run under many costs.
+    """Checks a step and prepares it for simulation under many costs.
 
     Args:
-        step: a schedule, whose rows are completed for stages in a chain, or complete rows. Of a
-            schedule that does not flush a few periods are run, from the first microbatch to the
+        step: a schedule, whose rows are completed for a chain of stages, or complete rows. A
+            schedule that does not flush is run for a few periods, from the first microbatch to the
             last.
 
     Raises:
-        ScheduleError: an action is missing, double, unknown or on a rank that does not hold its
+        ScheduleError: an action is missing, duplicate, unknown or on a rank that does not hold its
             stage.
-        DeadlockError: actions wait for one another; names the circle.
+        DeadlockError: actions wait for one another; the message names the cycle.
     """
     if isinstance(step, Schedule):
         step = _completed(step)
@@ -244,7 +244,7 @@ def prepare(step: Schedule | Step) -> Prepared:
 
 
 def _completed(schedule: Schedule) -> Step:
-    """The complete rows of a schedule that is whole."""
+    """Returns the complete rows of a schedule after checking that it is whole."""
     if schedule.flushes:
         _check(schedule.rows, schedule)
         return complete(schedule)
@@ -254,14 +254,14 @@ def _completed(schedule: Schedule) -> Step:
 
 
 def _check(rows: Sequence[Row], sized: Schedule | Step) -> None:
-    """As `check_whole`."""
+    """Checks rows with `check_whole`."""
     if isinstance(sized, Step):
         rows = [[action for action in row if action.kind in COMPUTE] for row in rows]  # type: ignore[misc]
     check_whole(Columns.of(rows, sized.placement, sized.microbatches), sized.placement)
 
 
 def _links(columns: Columns, step: Step) -> tuple[Ints, Ints]:
-    """The hop and the link of each send; -1 of other actions."""
+    """Returns the hop and the link of each send; -1 for other actions."""
     hop, link = (np.full(len(columns.flat), -1) for _ in range(2))
     placed = np.array(step.placement)
     for kind, way in ((_SEND_F, 1), (_SEND_B, -1)):
@@ -275,7 +275,7 @@ def _links(columns: Columns, step: Step) -> tuple[Ints, Ints]:
 
 
 def _needs(columns: Columns, step: Step) -> tuple[Ints, Ints]:
-    """What has to be done, or to arrive, before each action: numbers, and where they begin."""
+    """Returns the dependencies of all actions, and the start of each action's dependencies."""
     done = [columns.where(kind) for kind in (F, B, I, W)]
     backward = np.maximum(done[B], done[I])
     pairs = [(backward, done[F]), (done[W], done[I])]
@@ -298,7 +298,7 @@ def _needs(columns: Columns, step: Step) -> tuple[Ints, Ints]:
 
 
 def _ends(columns: Columns) -> list[tuple[Ints, Ints]]:
-    """The first update of all stages on each rank, and what comes before those of all ranks."""
+    """Returns the dependencies of final updates on the actions before them on all ranks."""
     ends = (columns.kind == _UPDATE) & (columns.batch == ALL)
     if not ends.any():
         return []
@@ -309,7 +309,7 @@ def _ends(columns: Columns) -> list[tuple[Ints, Ints]]:
 
 @_compiled
 def _order(begins: Ints, needs: Ints, first: Ints) -> tuple[Ints, Ints]:
-    """All that can run, in an order in which it can, and where each rank then stands."""
+    """Returns a topological order of the runnable actions, and where each rank stops."""
     ranks = len(begins) - 1
     heads = begins[:-1].copy()
     done = np.zeros(len(first) - 1, np.bool_)
@@ -344,7 +344,7 @@ def _run(
     duration: Floats,
     travel: Floats,
 ) -> tuple[Floats, Floats, Floats]:
-    """When each action ends, when what it sends begins to travel, and when that arrives."""
+    """Returns the end of each action, and the departure and arrival of its transfer."""
     ranks = len(begins) - 1
     heads = np.zeros(len(order), np.bool_)
     for rank in range(ranks):
@@ -365,7 +365,7 @@ def _run(
 
 
 def _deadlock(columns: Columns, needs: Ints, first: Ints, heads: Ints) -> DeadlockError:
-    """Follows, from a rank that stands still, what waits for what until it comes round."""
+    """Follows the dependencies of a blocked rank until they form a cycle, and reports it."""
     flat, begins, rank = columns.flat, columns.begins, columns.rank
     at = next(int(head) for head, last in zip(heads, begins[1:], strict=True) if head < last)
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""What the searches for one schedule and one number of microbatches share."""
+"""Data shared by the searches for one schedule and one number of microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.inter_op.stage_values import Law
 
 @dataclass(frozen=True)
 class Draft:
-    """A pipeline by numbers: for each stage its sub-mesh and (row, first, last, option) chunks."""
+    """A pipeline as indices: per stage, its sub-mesh and (row, first, last, option) chunks."""
 
     law: Law
     microbatches: int
@@ -21,22 +21,22 @@ class Draft:
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """(row, sub-mesh) of every chunk."""
+        """The (row, sub-mesh) pair of every chunk."""
         return [(chunk[0], q) for q, chunks in self.stages for chunk in chunks]
 
 
 @dataclass(frozen=True)
 class Space:
-    """What pipelines there are.
+    """The space of pipelines that a search explores.
 
     Attributes:
-        prices: of stages.
-        devices: of the cluster.
-        memory: bytes of a device.
-        most_stages: how many there may be.
-        cuts: the layers cut evenly into each number of chunks, as far as it was asked for.
-        least: once it was asked for, seconds of the layers and how even cuts can be (`evenness`);
-            they are in proportion for all numbers of microbatches.
+        prices: stage prices.
+        devices: number of devices of the cluster.
+        memory: bytes per device.
+        most_stages: maximum number of stages.
+        cuts: cache of balanced cuts, by number of chunks.
+        least: cache of the seconds of the layers and the `evenness` of their cuts; they are
+            proportional for all numbers of microbatches.
     """
 
     prices: Prices
@@ -47,7 +47,7 @@ class Space:
     least: list[tuple[list[float], Floats]] = field(default_factory=list, compare=False, repr=False)
 
     def even(self, count: int, microbatches: int) -> tuple[int, ...]:
-        """The ends of `count` contiguous chunks as fast as one another, by optimistic seconds."""
+        """Returns the ends of `count` contiguous chunks, balanced by lower bounds on seconds."""
         if count not in self.cuts:
             if not self.least:
                 bounds, row = self.prices.bounds(microbatches), self.prices.row
@@ -59,7 +59,7 @@ class Space:
 
 
 def evenness(seconds: list[float]) -> Floats:
-    """[parts, end]: the largest sum of so many contiguous parts before `end`, at the least."""
+    """Returns [parts, end]: the minimal largest sum of that many contiguous parts before `end`."""
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     size = len(seconds)
     least = np.full((size + 1, size + 1), np.inf)
@@ -72,15 +72,15 @@ def evenness(seconds: list[float]) -> Floats:
 
 
 def balanced(seconds: list[float], count: int, least: Floats) -> tuple[int, ...]:
-    """Ends of `count` non-empty contiguous parts, the largest of whose sums is least.
+    """Returns the ends of `count` non-empty contiguous parts that minimise the largest sum.
 
-    Of such cuts it is one that is even otherwise, too: parts take what is an equal share of the
-    rest, within the largest sum.
+    Among such cuts it picks a balanced one: each part takes about an equal share of the rest,
+    within the largest sum.
 
     Args:
-        seconds: of each element.
-        count: of parts.
-        least: `evenness` of the seconds.
+        seconds: seconds of each element.
+        count: number of parts.
+        least: the `evenness` of the seconds.
     """
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     size = len(seconds)

@@ -1,4 +1,4 @@
-"""What stages cost: asked for lazily, bounded and guessed where it is not known."""
+"""Stage costs, requested lazily; unknown ones are bounded or estimated."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from autopar.inter_op.submeshes import SubMesh
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# (first layer, last layer, both counted in; sub-mesh; microbatches)
+# (first layer, last layer, both inclusive; sub-mesh; microbatches)
 Cell = tuple[int, int, SubMesh, int]
 StageCost = Callable[[int, int, SubMesh, int], Sequence[Candidate]]
 LowerBound = Callable[[int, int, SubMesh, int], Candidate]
 
 _SECONDS, _ONCE, _FIXED, _EACH, _TRANSIENT = range(5)
 _FIGURES = 5
-# A guess keeps so much of what a known price is above the best known efficiency, for each doubling
-# of devices, microbatches or work between the two.
+# Factor by which an estimate retains the excess of a known price over the best known efficiency,
+# per doubling of devices, microbatches or work between the two.
 _MEMORY = 0.75
-# Guesses keep less than what they are drawn from, so that what nearly fits is asked for.
+# Estimates of memory are below the prices they derive from, so that near fits are requested.
 _FRUGAL = 0.95
-_SHARES = (0.25, 0.5, 0.75, 0.95)  # of activations that may be computed again
-# With `scaling`, other layers or more of them are at most so much more efficient.
+_SHARES = (0.25, 0.5, 0.75, 0.95)  # recomputed fractions of the activations
+# With `scaling`, the largest assumed efficiency gain of other or more layers.
 _UNLIKE = 0.8
 
 
 @dataclass(frozen=True)
 class Table:
-    """Options of every row of ranges and every sub-mesh.
+    """The options of every row of ranges on every sub-mesh.
 
     Attributes:
         figures: [rows, submeshes, options, 5]: seconds, seconds once, fixed bytes, bytes per
             microbatch, transient bytes.
-        count: [rows, submeshes], how many options there are.
+        count: [rows, submeshes] number of options.
     """
 
     figures: Floats
@@ -48,17 +48,18 @@ class Table:
 
 
 class Prices:
-    """Frontiers of stage costs by signature: the kinds of the layers, sub-mesh and microbatches.
+    """Pareto frontiers of stage costs by signature (kinds of layers), sub-mesh and microbatches.
 
-    With `scaling`, bounds are raised by what is known: no price is nearer to its bound than the
-    best known one, nor than a known one of the same kinds of layers with at most its devices and
-    microbatches and at least its layers; one of other layers says nearly as much. Guesses take it
-    that a range could keep nothing in flight for `again` times its seconds more, or part of it.
+    With `scaling`, known prices raise the bounds. No price is assumed to be closer to its bound
+    than the best known price, nor closer than a known price of the same kinds of layers with at
+    most its devices and microbatches and at least its layers; a price of other layers counts almost
+    as much. Estimates assume that full recomputation takes `again` times the seconds of a range and
+    leaves nothing in flight; partial recomputation is proportional.
 
     Attributes:
-        row: [layers, layers], the number of the signature of (first, last).
-        ranges: for each signature the first range that has it.
-        known: (microbatches, signature, sub-mesh) -> the candidates that were answered.
+        row: [layers, layers] index of the signature of (first, last).
+        ranges: the first range of each signature.
+        known: maps (microbatches, signature, sub-mesh) to the known candidates.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Prices:
         self._bounds: dict[int, Floats] = {}
 
     def bounds(self, microbatches: int) -> Floats:
-        """[rows, submeshes, 5] of optimistic figures."""
+        """Returns [rows, submeshes, 5] lower bounds of the figures."""
         if microbatches not in self._bounds:
             found = np.zeros((len(self.ranges), len(self.submeshes), _FIGURES))
             for row, (first, last) in enumerate(self.ranges):
@@ -100,10 +101,10 @@ class Prices:
         return self._bounds[microbatches]
 
     def ask(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Have the candidates of (microbatches, signature, sub-mesh) known, each asked for once.
+        """Requests the candidates of each (microbatches, signature, sub-mesh) at most once.
 
         Raises:
-            CostError: a figure that is negative or not finite.
+            CostError: a figure is negative or not finite.
         """
         keys = [key for key in dict.fromkeys(keys) if key not in self.known]
         if self._ahead is not None:
@@ -123,14 +124,14 @@ class Prices:
 
     @property
     def families(self) -> int:
-        """Of how many sub-meshes, microbatches and sets of layers anything was asked."""
+        """Number of requested combinations of sub-mesh, microbatches and set of layers."""
         return len({(b, self.family[row], q) for b, row, q in self.known})
 
     def table(self, microbatches: int, unknown: str) -> Table:
-        """All options. What was not asked for is bounded, guessed or left out.
+        """Returns all options; those not requested are bounded, estimated or omitted.
 
         Args:
-            microbatches: of a step.
+            microbatches: per step.
             unknown: "bound", "guess" or "none".
         """
         known = {(row, q): c for (b, row, q), c in self.known.items() if b == microbatches}
@@ -152,7 +153,7 @@ class Prices:
         return Table(figures, count)
 
     def _ratios(self, microbatches: int) -> Floats:
-        """[rows, submeshes]: how many times its bound a price is at least, by what is known."""
+        """Returns [rows, submeshes] lower bounds on the ratio of a price to its bound."""
         found = np.ones((len(self.ranges), len(self.submeshes)))
         for (b, row, q), answer in self.known.items():
             bound = self.bounds(b)[row, q, _SECONDS]
@@ -165,7 +166,7 @@ class Prices:
         return np.maximum(found, self.best_ratio())
 
     def best_ratio(self) -> float:
-        """How many times its bound the known price is that is nearest to it."""
+        """Returns the smallest known ratio of a price to its bound."""
         ratios = [
             min(candidate.seconds for candidate in answer) / bound
             for (b, row, q), answer in self.known.items()
@@ -174,10 +175,10 @@ class Prices:
         return max(1.0, min(ratios, default=1.0))
 
     def _guesses(self, microbatches: int, options: int) -> tuple[Floats, Ints]:
-        """Frontiers like that of the most similar known price, in the ratio of their bounds.
+        """Estimates frontiers by scaling the most similar known one by the ratio of their bounds.
 
-        Seconds are drawn towards the best ratio of a price to its bound that is known, the more the
-        less similar the two are, so that what might be good is asked for.
+        Seconds are drawn towards the best known ratio of a price to its bound, more strongly the
+        less similar the two are, so that promising prices are requested.
         """
         points = [(key, self._frugal(answer)) for key, answer in self.known.items() if answer]
         options = max(options, *(len(answer) for _, answer in points))
@@ -221,7 +222,7 @@ class Prices:
         return figures, count
 
     def _frugal(self, answer: Sequence[Candidate]) -> Sequence[Candidate]:
-        """An answer with ways that compute some of it again, where it has none."""
+        """Adds options that recompute part of the activations, unless the answer has some."""
         if not self._again or any(way.recompute != "none" for way in answer):
             return answer
         one = min(answer, key=lambda way: way.seconds)
@@ -239,7 +240,7 @@ class Prices:
 
 
 def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]]]:
-    """[layers, layers] of signature numbers, and the first range of each signature."""
+    """Returns [layers, layers] signature indices, and the first range of each signature."""
     size = len(kinds)
     row = np.full((size, size), -1, dtype=np.int64)
     numbers: dict[tuple[int, Hashable], int] = {}
@@ -247,7 +248,7 @@ def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]
     for first in range(size):
         at = -1
         for last in range(first, size):
-            # A range is a shorter one and one more layer.
+            # A range extends a shorter one by one layer.
             at = numbers.setdefault((at, kinds[last]), len(numbers))
             if at == len(ranges):
                 ranges.append((first, last))

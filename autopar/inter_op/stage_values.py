@@ -1,4 +1,4 @@
-"""What a search for stages is told and what it answers, as values."""
+"""Inputs and results of a stage search, as plain values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from autopar.inter_op.submeshes import SubMesh
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a range of layers on a sub-mesh, by one device's figures.
+    """One strategy that runs a range of layers on a sub-mesh, with the figures of one device.
 
     Attributes:
-        forward, backward: seconds a microbatch.
-        once: seconds a step besides, for what is not hidden of gradient synchronisation and for the
-            optimizer.
+        forward, backward: seconds per microbatch.
+        once: additional seconds per step: the optimizer and the part of gradient synchronisation
+            that does not overlap.
         fixed: bytes of parameters, gradients and optimizer state.
-        per_microbatch: bytes kept for each microbatch whose backward has not ended.
-        transient: bytes that are needed for a while, on top.
-        label: which way it is (its logical mesh), for who asked.
-        recompute: what blocks compute again, "none" or "full".
+        per_microbatch: bytes kept for each microbatch whose backward has not finished.
+        transient: bytes needed temporarily on top.
+        label: identifies the strategy (its logical mesh) to the caller.
+        recompute: recomputation of blocks, "none" or "full".
     """
 
     forward: float
@@ -34,15 +34,15 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
+        """Seconds of one forward and backward."""
         return self.forward + self.backward
 
     def kept(self, in_flight: float) -> float:
-        """Bytes that are held all the while, with so many microbatches in flight."""
+        """Returns the bytes kept throughout with `in_flight` microbatches in flight."""
         return self.fixed + in_flight * self.per_microbatch
 
     def memory(self, in_flight: float) -> float:
-        """Peak bytes with so many microbatches in flight."""
+        """Returns the peak bytes with `in_flight` microbatches in flight."""
         return self.kept(in_flight) + self.transient
 
 
@@ -60,25 +60,26 @@ def _straight(rank: int, _stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Law:
-    """What a search has to know of a schedule.
+    """The figures of a schedule that a stage search needs.
 
-    The step takes  fill * (sum of t + sum of transfers) + max((B - fill) * t + once)  seconds, with
-    B microbatches, t the seconds of a rank's work on one of them. With fill = 1 and transfers and
-    `once` left out that is Alpa's formula, sum of t + (B - 1) * max t.
+    A step takes  fill * (sum of t + sum of transfers) + max((B - fill) * t + once)  seconds, with B
+    microbatches and t the seconds that a rank works on one microbatch. With fill = 1 and without
+    transfers and `once` this is Alpa's formula, sum of t + (B - 1) * max t.
 
     Attributes:
-        name: of the schedule.
-        in_flight: (rank counted from the end, 1 the last; ranks; microbatches) -> microbatches
-            whose activations are kept at a time, in units of all that a rank holds; a fraction
-            where a rank keeps only some of its chunks.
-        fill: (ranks, microbatches) -> which part of the other ranks' times adds to the step: 1 for
-            GPipe and 1F1B, 1 / chunks for interleaved ones, less where weight gradients fill gaps.
-        exposed: which part of the transfers into a rank it waits for in every microbatch: 1/2 for
-            1F1B, where a rank's two neighbouring actions wait for a round trip between them.
-        fits: (ranks, microbatches) -> whether the schedule exists for them.
-        holds: (rank, ranks) -> the chunks that a rank holds, of chunks 0 to ranks * chunks - 1.
-        chunks: how many each rank holds; those of more than one are cut evenly.
-        copies: of the model, each for its share of the microbatches.
+        name: name of the schedule.
+        in_flight: maps (rank counted from the end, starting at 1; ranks; microbatches) to the
+            number of microbatches whose activations are kept at a time, relative to all layers of
+            the rank; fractional where a rank keeps only some of its chunks.
+        fill: maps (ranks, microbatches) to the fraction of the other ranks' times that adds to the
+            step: 1 for GPipe and 1F1B, 1 / chunks for interleaved schedules, less where weight
+            gradients fill the gaps.
+        exposed: fraction of the incoming transfers that a rank waits for in every microbatch: 1/2
+            for 1F1B, where two consecutive actions of a rank wait for one round trip.
+        fits: maps (ranks, microbatches) to whether the schedule supports them.
+        holds: maps (rank, ranks) to the chunks of a rank, from 0 to ranks * chunks - 1.
+        chunks: chunks per rank; schedules with several chunks cut the layers evenly.
+        copies: number of model replicas, each for its share of the microbatches.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Layers `first` to `last`, both counted in, run as `candidate` says."""
+    """Layers `first` to `last`, inclusive, run by the strategy `candidate`."""
 
     first: int
     last: int
@@ -102,15 +103,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the devices of one sub-mesh run.
+    """The work of one sub-mesh.
 
     Attributes:
-        submesh: the devices' shape.
-        chunks: the layers, in one piece unless the schedule holds several.
-        seconds: of a forward and a backward of one microbatch.
-        once: seconds a step besides.
-        memory: peak bytes of a device.
-        in_flight: microbatches, see `Law`.
+        submesh: shape of its devices.
+        chunks: its layers, one contiguous chunk unless the schedule uses several.
+        seconds: forward and backward of one microbatch.
+        once: additional seconds per step.
+        memory: peak bytes per device.
+        in_flight: microbatches in flight, see `Law`.
     """
 
     submesh: SubMesh
@@ -123,14 +124,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model on a cluster: what is chosen, and what it takes by the schedule's formula.
+    """A partition of a model on a cluster, with its predicted times.
 
     Attributes:
         schedule: name of the law.
-        microbatches: of a step.
-        stages: in the order of the ranks.
-        seconds: of a step.
-        transfers: seconds of one microbatch's way over all borders and back.
+        microbatches: per step.
+        stages: in rank order.
+        seconds: per step.
+        transfers: seconds to transfer one microbatch across all borders and back.
         bottleneck: seconds that the slowest stage is busy.
     """
 
@@ -144,17 +145,17 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a stage search.
 
     Attributes:
         best: the fastest pipeline.
-        others: the fastest known of every other schedule and number of microbatches, and of every
-            other number of stages with those of the best, if it takes less than twice as long; the
-            fastest first. Every price in them was asked for.
-        bound: no pipeline takes less than so many seconds; `best.seconds` if it is proved best.
-        calls: how many stage costs were asked for.
-        families: of how many kinds they were: sub-mesh, microbatches and which layers, however many
-            equal ones.
+        others: the fastest known pipeline of every other schedule and number of microbatches, and
+            of every other number of stages with the best schedule and microbatches, if it takes
+            less than twice as long; fastest first. All of their prices are known.
+        bound: lower bound on the seconds of any pipeline; `best.seconds` if proved optimal.
+        calls: number of stage costs requested.
+        families: number of distinct combinations of sub-mesh, microbatches and set of layers
+            requested; equal layers count once.
     """
 
     best: Pipeline
@@ -165,13 +166,13 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which part of its time the best pipeline could at most be improved."""
+        """Largest possible improvement of the best pipeline, as a fraction of its time."""
         return 1 - self.bound / self.best.seconds if self.best.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is: what it asked, the best pipeline's seconds so far and their bound."""
+    """Progress of a search: requested prices, best seconds so far and their lower bound."""
 
     calls: int
     seconds: float

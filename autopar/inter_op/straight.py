@@ -1,12 +1,12 @@
-"""The best pipeline with one range of layers a stage, for given prices: exact, by thresholds.
+"""Finds the best pipeline with one range of layers per stage for given prices, exactly.
 
 Alpa (OSDI 2022, section 5.2) tries every value of the slowest stage in ascending order and stops
-where it alone exceeds the best step. Here the values are bisected: the sum over stages falls as the
-slowest stage may be slower, so a threshold's sum bounds all smaller thresholds, and the smallest
-value of an interval plus such a sum bounds the interval.
+once it alone exceeds the best step. Here the values are bisected: the least sum over stages falls
+as the slowest stage may be slower, so the sum at a threshold bounds all smaller thresholds, and the
+smallest value of an interval plus that sum bounds the interval.
 
-Schedules differ in what they keep in flight by the number of stages. Many such numbers are bounded
-together and told apart where the bound is good, by halves.
+The activations in flight depend on the number of stages. Many such numbers share one bound first,
+and the promising groups are halved until each number is solved on its own.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from autopar.inter_op.search_task import Draft, Space
 from autopar.inter_op.stage_prices import Floats, Ints, Table
 from autopar.inter_op.stage_values import Law
 
-# The first threshold that is tried is so much above the smallest that enough devices are there for.
+# Factor between the first threshold and the smallest one for which the devices suffice.
 _FIRST = 1.02
-_EXACT = 1e-12  # relative, of sums in another order
+_EXACT = 1e-12  # relative tolerance for sums in a different order
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Numbers of stages that share a fill and numbers of microbatches in flight.
+    """Numbers of stages with the same fill and the same microbatches in flight.
 
-    `most_fill` is above `fill` where this stands for several of them, see `_relaxed`.
+    `most_fill` exceeds `fill` where the group stands for several others, see `_relaxed`.
     """
 
     fill: float
@@ -42,8 +42,10 @@ class _Group:
 
 
 def _relaxed(groups: list[_Group]) -> _Group:
-    """What bounds all of these: the least fill for the sum over stages, the largest where it
-    shortens the slowest stage's part, and the fewest microbatches in flight.
+    """Returns a group that bounds all given groups.
+
+    It has the least fill for the sum over stages, the largest where fill shortens the slowest
+    stage's share, and the fewest microbatches in flight.
     """
     kept = np.full(max(len(group.in_flight) for group in groups), np.inf)
     for group in groups:
@@ -58,14 +60,14 @@ def _relaxed(groups: list[_Group]) -> _Group:
 
 
 class Straight:
-    """All pipelines of one law and one number of microbatches, one range of layers a stage.
+    """All pipelines of one law and one number of microbatches with one range of layers per stage.
 
     Args:
-        space: the pipelines.
-        law: of the schedule.
-        microbatches: of a step.
-        transfer: [layers, submesh before, submesh behind]; seconds of one microbatch's way over the
-            border before each layer and back.
+        space: the space of pipelines.
+        law: law of the schedule.
+        microbatches: per step.
+        transfer: [layers, submesh before, submesh after] seconds to transfer one microbatch across
+            the border before each layer and back.
     """
 
     def __init__(self, space: Space, law: Law, microbatches: int, transfer: Floats) -> None:
@@ -75,13 +77,13 @@ class Straight:
     def best(
         self, table: Table, cutoff: float, only: int | None = None, slack: float = 0.0
     ) -> Draft | None:
-        """The fastest pipeline that takes less than `cutoff` seconds, None if there is none.
+        """Returns the fastest pipeline that takes less than `cutoff` seconds, None if none does.
 
         Args:
             table: prices.
-            cutoff: seconds.
-            only: a number of stages, None for any.
-            slack: by which part of its seconds what is found need not be the fastest.
+            cutoff: upper limit in seconds.
+            only: restricts the number of stages; None for any.
+            slack: relative tolerance of the result.
         """
         found = self._even.best(table, cutoff, only)
         groups = [group for group in self._groups if only is None or only in group.stages]
@@ -98,13 +100,13 @@ class Straight:
                 found = draft
                 continue
             halves = [some[: len(some) // 2], some[len(some) // 2 :]]
-            # The half that looks best is taken first.
+            # the more promising half comes first
             halves.sort(key=lambda half: any(len(draft.stages) in one.stages for one in half))
             left += halves
         return found
 
     def rough(self, table: Table, cutoff: float) -> Draft | None:
-        """The fastest of equal sub-meshes; takes little time."""
+        """Returns the fastest pipeline of equal sub-meshes; cheap to compute."""
         return self._even.best(table, cutoff)
 
     @cached_property
@@ -121,7 +123,7 @@ class Straight:
             fill = law.fill(stages, count)
             kept = [0.0] + [float(law.in_flight(s, stages, count)) for s in range(1, stages + 1)]
             for key, group in groups.items():
-                # The numbers in flight of fewer stages are often the first of those of more.
+                # The in-flight numbers of fewer stages are often a prefix of those of more stages.
                 if key == (fill, *kept[: len(group.in_flight)]):
                     del groups[key]
                     groups[fill, *kept] = _Group(
@@ -134,7 +136,7 @@ class Straight:
 
     @cached_property
     def _rows(self) -> tuple[Ints, Ints, Floats]:
-        """Signatures told apart by the transfers into them: rows, their signatures, transfers."""
+        """Splits signatures by incoming transfers; returns rows, their signatures and transfers."""
         own = np.einsum("lqq->lq", self.transfer)  # as from a stage on a sub-mesh of the same shape
         kinds, kind = np.unique(own, axis=0, return_inverse=True)
         kind = kind.reshape(-1)
@@ -175,9 +177,9 @@ class Straight:
 
 
 class _Program:
-    """One dynamic program: minimise the sum of times and transfers plus the largest top.
+    """A dynamic program that minimises the sum of times and transfers plus the largest top.
 
-    Options that alone reach `cutoff` are left out.
+    It omits options that reach `cutoff` on their own.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class _Program:
         usable = useful.any(axis=(0, 2))
         unit = kernels.unit(sizes[usable], devices) if usable.any() else 1
         self.devices = devices // unit
-        # What is no multiple of the unit cannot be used.
+        # Sub-meshes and devices that are not multiples of the unit cannot be used.
         self.sizes = np.where(usable, sizes // unit, self.devices + 1)
         self.values = np.unique(top[useful])
         self.work = kernels.least_work(rows, time, count * usable, self.sizes)
@@ -202,9 +204,9 @@ class _Program:
         )
 
     def minimum(self, stages: list[int], cutoff: float, slack: float) -> tuple[float, Ints] | None:
-        """The least total below `cutoff` over those numbers of stages, with its stages.
+        """Returns the least total below `cutoff` over the numbers of stages, with its stages.
 
-        What is found may be above the least by the part `slack` of it.
+        The result may exceed the optimum by the fraction `slack`.
         """
         values = self.values
         if not np.isfinite(self.work[-1]):
@@ -224,7 +226,7 @@ class _Program:
             total, found = self._at(float(values[at]), stages, room)
             intervals.append((at + 1, high, least))
             if found is None:
-                continue  # with no slower stage the sum is too large, or there is no way at all
+                continue  # the sum is too large without a slower stage, or there is no solution
             slowest = max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found)
             if total + slowest < limit:
                 best, cutoff = (total + slowest, found), total + slowest
@@ -232,7 +234,7 @@ class _Program:
         return best
 
     def _next(self, low: int, high: int, tried_any: bool) -> int:
-        """The threshold to try in an interval: near its lower end first, later its middle."""
+        """Returns the next threshold of an interval: first near its lower end, later its middle."""
         values = self.values
         if not tried_any:
             return min(high, max(low, int(np.searchsorted(values, _FIRST * values[low])) - 1))
@@ -240,7 +242,7 @@ class _Program:
         return min(high, max(low, int(np.searchsorted(values, middle, side="right")) - 1))
 
     def _smallest(self) -> int:
-        """The first threshold for which there are enough devices, whatever the memory."""
+        """Returns the first threshold for which the devices suffice, ignoring memory."""
         low, high = 0, len(self.values)
         while low < high:
             middle = (low + high) // 2
@@ -253,7 +255,7 @@ class _Program:
         return low
 
     def _at(self, most: float, stages: list[int], room: float) -> tuple[float, Ints | None]:
-        """The least sum below `room` with no stage above `most`; None where there is none."""
+        """Returns the least sum below `room` with no stage above `most`; None if there is none."""
         after, before = kernels.devices_needed(self.lowest, self.sizes, most)
         if after[0] > self.devices:
             return np.inf, None

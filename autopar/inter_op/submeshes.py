@@ -1,8 +1,8 @@
-"""Sub-meshes: the parts of a cluster that pipeline stages may get, and where they lie in it.
+"""Sub-meshes: the parts of a cluster that pipeline stages can use, and their placement.
 
-A part is some devices of one host, or whole hosts (Alpa, OSDI 2022, section 5.2: (1, 2^k) and
-(n, M)). Any selection of such parts that has as many devices as the cluster covers it: hosts first,
-then what shares one, the largest first (Alpa, appendix A).
+A sub-mesh is a subset of one host's devices, or several whole hosts (Alpa, OSDI 2022, section 5.2:
+(1, 2^k) and (n, M)). Any selection with as many devices as the cluster covers it: whole hosts are
+placed first, then the parts of hosts in descending order of size (Alpa, appendix A).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autopar.cost.network import Network
 from autopar.errors import MeshError
 from autopar.ir.mesh import Axis, Mesh
 
-# Up to so many hosts every number of them is a sub-mesh; beyond only powers of two and divisors.
+# Up to this number of hosts, any number forms a sub-mesh; beyond, only powers of two and divisors.
 _FEW_HOSTS = 8
 
 
 @dataclass(frozen=True)
 class SubMesh:
-    """Part of a cluster: `hosts` times `devices` on each.
+    """A part of a cluster: `hosts` hosts with `devices` devices each.
 
     Attributes:
         hosts, devices: one host with some or all of its devices, or several whole hosts.
-        meshes: how they may be seen, as hosts with devices first, then the fewest axes first; every
-            axis is priced on the links that lie under it.
+        meshes: its logical shapes, hosts x devices first, then in order of the number of axes;
+            every axis is priced on the links that it uses.
     """
 
     hosts: int
@@ -47,7 +47,7 @@ class SubMesh:
 
 @dataclass(frozen=True)
 class Links:
-    """`size` equal parts joined by the same links; `axes` of the cluster's mesh lie on them."""
+    """A level of `size` equal parts joined by the same links; `axes` of the mesh use it."""
 
     size: int
     between_hosts: bool
@@ -56,11 +56,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A mesh as hosts with devices.
+    """A mesh seen as hosts with devices.
 
     Attributes:
-        mesh: as the user wrote it.
-        links: levels, outermost first: those between hosts, then those inside one.
+        mesh: the mesh as specified by the user.
+        links: link levels, outermost first: those between hosts, then those within one.
     """
 
     mesh: Mesh
@@ -68,7 +68,7 @@ class Cluster:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Cluster:
-        """Hosts and devices of `mesh`, by the same division that prices its axes (cost/network.py).
+        """Splits `mesh` into hosts and devices, as `cost/network.py` does to price its axes.
 
         Raises:
             UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
@@ -92,19 +92,20 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of devices of each host."""
+        """Number of devices per host."""
         return math.prod(links.size for links in self.links if not links.between_hosts)
 
 
 def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
-    """The parts of `mesh` that a stage may get, the smallest first, the whole last.
+    """Returns the parts of `mesh` that a stage can use, from the smallest to the whole.
 
-    Of one host: so many devices as divide each level of its links, and any power of two where there
-    is one host only. Of several: any number where there are few, else powers of two and divisors.
+    Parts of one host have sizes that divide each level of its links, or any power of two if there
+    is only one host. Parts of several hosts have any number of them if there are few hosts, else
+    powers of two and divisors.
 
     Args:
         mesh: the cluster.
-        most_axes: how many axes a part's logical shapes may have.
+        most_axes: maximum number of axes of a part's logical shapes.
 
     Raises:
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
@@ -121,7 +122,7 @@ def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
 
 
 def _within(cluster: Cluster) -> set[int]:
-    """Numbers of devices of one host."""
+    """Returns the candidate numbers of devices within one host."""
     sizes, inner = {1}, 1
     for links in reversed(cluster.links):
         if links.between_hosts:
@@ -134,7 +135,7 @@ def _within(cluster: Cluster) -> set[int]:
 
 
 def _counts(cluster: Cluster) -> list[int]:
-    """Numbers of hosts."""
+    """Returns the candidate numbers of hosts."""
     counts, inner = {1}, 1
     for links in reversed(cluster.links):
         if not links.between_hosts:
@@ -155,11 +156,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _logical(cluster: Cluster, hosts: int, devices: int, most_axes: int) -> Iterator[Mesh]:
-    """The shapes of `hosts` x `devices`, the cluster's own first, each priced on its own links.
+    """Yields the shapes of `hosts` x `devices`, the cluster's own first, priced on their own links.
 
-    An axis holds part of one level of links, or some whole levels with part of the next where the
-    mesh text gives no figures for them. Shapes that differ in the order of axes on the same links
-    only are one.
+    An axis covers part of one link level, or several whole levels plus part of the next if the mesh
+    text gives no figures for them. Shapes that differ only in the order of axes on the same links
+    count as one.
     """
     levels = _levels(cluster, hosts, devices)
     total = hosts * devices
@@ -180,7 +181,7 @@ def _logical(cluster: Cluster, hosts: int, devices: int, most_axes: int) -> Iter
 
 
 def _levels(cluster: Cluster, hosts: int, devices: int) -> list[Links]:
-    """The links of so many hosts and devices, outermost first."""
+    """Returns the link levels of that many hosts and devices, outermost first."""
     left = {True: hosts, False: devices}
     levels = []
     for links in reversed(cluster.links):
@@ -196,7 +197,7 @@ def _levels(cluster: Cluster, hosts: int, devices: int) -> list[Links]:
 
 
 def _factorised(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `total` as a product of `count` factors above 1, inner ones large first."""
+    """Yields the products of `count` factors above 1 that equal `total`, large inner ones first."""
     if count == 1:
         yield (total,)
         return
@@ -207,7 +208,7 @@ def _factorised(total: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _named(cluster: Cluster, levels: list[Links], sizes: tuple[int, ...]) -> Mesh | None:
-    """A mesh of `sizes`, outermost first; None where an axis would need two figures."""
+    """Returns a mesh of `sizes`, outermost first; None if an axis would need two figures."""
     axes: list[Axis] = []
     rest = [(one.size, one) for one in levels]
     used: dict[str, int] = {}
@@ -219,7 +220,7 @@ def _named(cluster: Cluster, levels: list[Links], sizes: tuple[int, ...]) -> Mes
             room, links = rest.pop()
             part = math.gcd(left, room)
             if part == 1 or (part < left and part < room):
-                return None  # neither inside a level nor made of whole ones
+                return None  # the axis is neither within a level nor made of whole levels
             under.append(links)
             left //= part
             if room > part:
@@ -239,7 +240,7 @@ def _named(cluster: Cluster, levels: list[Links], sizes: tuple[int, ...]) -> Mes
 
 
 def _axis_at(mesh: Mesh, reach: int) -> str:
-    """The axis of the cluster that an axis is named after which ends with device `reach`."""
+    """Returns the cluster axis that names an axis whose group ends at device `reach`."""
     size = 1
     for axis in reversed(mesh.axes):
         size *= axis.size
@@ -249,20 +250,20 @@ def _axis_at(mesh: Mesh, reach: int) -> str:
 
 
 def _spans(cluster: Cluster, mesh: Mesh) -> tuple[int, int]:
-    """Over how many hosts and devices of each the prices of `mesh` believe that it spreads."""
+    """Returns the numbers of hosts and devices per host that the prices of `mesh` assume."""
     levels = Network(mesh, device(cluster.mesh)).levels(mesh.names)
     outer = math.prod(level.size for level in levels if level.resource == INTER)
     return outer, mesh.size // outer
 
 
 def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first rank of each part, given the numbers of devices; ranks of a part are contiguous.
+    """Returns the first rank of each part, given its number of devices; parts are contiguous.
 
-    Parts lie one behind the other in the given order if none straddles hosts so, else whole hosts
-    come first and the rest is packed into hosts, the largest first.
+    Keeps the given order if no part then straddles hosts; otherwise places whole hosts first and
+    packs the rest into hosts, largest first.
 
     Raises:
-        MeshError: the sizes are not those of the cluster's parts or do not add up to it.
+        MeshError: a size is not that of a sub-mesh, or the sizes do not add up to the cluster.
     """
     devices = cluster.devices
     total = cluster.mesh.size
@@ -299,7 +300,7 @@ def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _aligned(cluster: Cluster, at: int, size: int) -> bool:
-    """Whether a part may begin at `at`: it lies in one unit of every level that could hold it."""
+    """Returns whether a part at `at` lies in one unit of every level that could hold it."""
     unit = 1
     for links in reversed(cluster.links):
         unit *= links.size
@@ -311,7 +312,7 @@ def _aligned(cluster: Cluster, at: int, size: int) -> bool:
 
 
 def _fill(sizes: Sequence[int], room: int, start: int = 0) -> tuple[int, ...] | None:
-    """Positions of sizes, in descending order, that add up to `room`; large ones are preferred."""
+    """Returns indices of descending sizes that add up to `room`; prefers large ones."""
     if room == 0:
         return ()
     tried: set[int] = set()

@@ -1,4 +1,4 @@
-"""Whether rows compute the whole of a step: every stage on every microbatch, once, where it is."""
+"""Checks that rows compute a whole step: every stage runs every microbatch once, on its rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ F, B, I, W = range(4)  # noqa: E741
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Actions as arrays, an entry for each, rank after rank.
+    """Actions as arrays with one entry per action, ordered by rank.
 
     Attributes:
         flat: the actions.
-        begins: where each rank's row begins, and the end of the last one.
-        rank, kind, stage, batch, copy: of each; the kind as its place in KINDS.
-        shape: copies, stages, microbatches.
+        begins: start of each rank's row, plus the end of the last row.
+        rank, kind, stage, batch, copy: of each action; the kind is its index in KINDS.
+        shape: (copies, stages, microbatches).
     """
 
     flat: list[Action]
@@ -41,7 +41,7 @@ class Columns:
     def of(
         cls, rows: Sequence[Row], placement: Sequence[Sequence[int]], microbatches: int
     ) -> Columns:
-        """The columns of rows."""
+        """Builds the columns of the given rows."""
         flat = [action for row in rows for action in row]
         begins = np.cumsum([0, *map(len, rows)])
         kind = np.array([CODE.get(action[0], -1) for action in flat], np.int64)
@@ -51,7 +51,7 @@ class Columns:
         return cls(flat, begins, rank, kind, stage, batch, copy, shape)
 
     def where(self, kind: int, chosen: NDArray[np.bool_] | None = None) -> Ints:
-        """Where the actions of a kind are, by copy, stage and microbatch; -1 where they are not."""
+        """Returns the positions of a kind of action by copy, stage and microbatch; -1 if absent."""
         found = np.full(self.shape, -1)
         at = np.flatnonzero(self.kind == kind if chosen is None else (self.kind == kind) & chosen)
         found[self.copy[at], self.stage[at], self.batch[at]] = at
@@ -59,14 +59,14 @@ class Columns:
 
 
 def check_whole(columns: Columns, placement: Sequence[Sequence[int]]) -> None:
-    """See that a rank that holds a stage runs it, forwards and backwards, on each microbatch once.
+    """Checks that ranks run their stages forwards and backwards once per microbatch.
 
     Args:
-        columns: of what computes, alone.
-        placement: of the stages.
+        columns: the compute actions only.
+        placement: the rank of each stage of each copy.
 
     Raises:
-        ScheduleError: an action is missing, double, unknown or on a rank that does not hold its
+        ScheduleError: an action is missing, duplicate, unknown or on a rank that does not hold its
             stage.
     """
     c = columns

@@ -1,1 +1,1 @@
-"""Judges of rows: no deadlock, and no weights overwritten while they are needed."""
+"""Independent checkers of rows: deadlocks, and weights overwritten while still needed."""

@@ -1,11 +1,12 @@
-"""Whether complete rows run to their end where a send and its receive wait for each other.
+"""Checks that complete rows run to completion where a send and its receive wait for each other.
 
-This is the judge of `complete`: it plays the ranks, and knows nothing of how the rows were made. A
-rank goes through its row. It computes once what it needs has been received, posts transfers without
-waiting, and waits for others where all copies of parameters add up their gradients (SYNC0/copies)
-and where all decide on an update (UPDATE0). A transfer is done when both sides have posted it and
-it is both sides' turn: calls on one link, or all calls of one rank, follow one another (`complete`
-tells the two apart). `weights_judge.py` walks the same rows for the weights that they use.
+This is the independent checker of `complete`: it simulates the ranks and does not know how the rows
+were built. Each rank runs its row in order. It computes an action once its inputs have arrived,
+posts transfers without blocking, and waits for other ranks in two cases: where all copies of
+parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0). A
+transfer completes once both sides have posted it and it is next in the queue of both. Depending on
+`Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains both).
+`weights_judge.py` walks the same rows for the weights that they use.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from autopar.ir.action import (
 )
 from autopar.ir.pipeline_step import Step
 
-_Link = tuple[int, int]  # from rank, to rank
+_Link = tuple[int, int]  # sending rank, receiving rank
 
 
 def check(step: Step, computed: Sequence[Row] | None = None) -> None:
-    """Returns where all ranks reach the end of their rows.
+    """Checks that all ranks reach the end of their rows.
 
     Args:
         step: the rows, from the first microbatch to the last.
-        computed: the rows of the schedule that they are to compute; None for any.
+        computed: the compute rows of the schedule to compare with; None skips the comparison.
 
     Raises:
-        ScheduleError: what is computed is not what the schedule says; a transfer is missing, double
-            or not between the ranks that hold the stages; an action runs before what it needs, on
-            its own rank, is posted; gradients are updated that are not synchronised; sends and
-            receives of a link are not in one order.
-        DeadlockError: ranks wait for one another; names them and what they wait for.
+        ScheduleError: the computation differs from the schedule; a transfer is missing, duplicate
+            or not between the ranks that hold the stages; an action runs before its inputs are
+            posted on its own rank; an update takes gradients that are not synchronised; the sends
+            and receives of a link are in different orders.
+        DeadlockError: ranks wait for one another; the message names them and their pending actions.
     """
     if computed is not None:
         made = tuple(tuple(one for one in row if one.kind in COMPUTE) for row in step.rows)
@@ -63,15 +64,15 @@ def check(step: Step, computed: Sequence[Row] | None = None) -> None:
 
 @dataclass
 class _Play:
-    """The ranks at play.
+    """The state of all ranks during the simulation.
 
     Attributes:
-        left: what each rank has yet to do; transfers that follow one another are one entry, and so
-            are sums over copies and updates.
-        batches: transfers that each rank has posted and that are not done, batch by batch.
-        sent, received: those of each link, in the order in which they were posted.
-        done: what each rank has computed, sent and received.
-        there: all that is in each rank's row.
+        left: remaining entries of each rank; consecutive transfers form one entry, and so do
+            consecutive sums over copies and consecutive updates.
+        batches: posted but incomplete transfers of each rank, by batch.
+        sent, received: those of each link, in posting order.
+        done: computed, sent and received actions of each rank.
+        there: all actions in the row of each rank.
     """
 
     step: Step
@@ -92,9 +93,9 @@ class _Play:
             self._check_posts(rank, row)
 
     def _check_posts(self, rank: int, row: Row) -> None:
-        """Every transfer belongs to the rank, and what is needed has been posted before."""
+        """Checks that each transfer belongs to the rank and that inputs are posted before use."""
         seen: set[Action] = set()
-        fresh: set[tuple[int, int, int]] = set()  # whose gradients are not synchronised
+        fresh: set[tuple[int, int, int]] = set()  # gradients not yet synchronised
         for action in row:
             own = {
                 (stage, copy, batch)
@@ -148,7 +149,7 @@ class _Play:
                 raise _wrong(action, rank, f"there is no {other} on rank {peer}")
 
     def _partners(self, action: Action) -> list[tuple[Action, int]]:
-        """The sums that an action takes part in, and the ranks that do them."""
+        """Returns the sums that an action takes part in, and the ranks that run them."""
         placement, found = self.step.placement, []
         for copy, ranks in enumerate(placement):
             for stage, rank in enumerate(ranks):
@@ -161,7 +162,7 @@ class _Play:
         return found
 
     def _needs(self, action: Action, rank: int) -> list[set[Action]]:
-        """What the rank must have computed or received for an action, as alternatives."""
+        """Returns the alternative sets of actions that must precede an action on the rank."""
         ways: list[set[Action]] = [set()]
         for alternatives in self.step.wiring.needs(action):
             one = alternatives[0]
@@ -174,13 +175,13 @@ class _Play:
         return ways
 
     def advance(self) -> bool:
-        """Does all that can be done at once; whether there was anything."""
+        """Advances every rank as far as it can; returns whether anything ran."""
         steps = sum(map(self._step, range(len(self.left))))
         meetings = sum(map(self._meet, sorted(self.sent.keys() & self.received.keys())))
         return steps > 0 or meetings > 0 or self._together()
 
     def _step(self, rank: int) -> bool:
-        """Computes and posts what the rank can."""
+        """Computes and posts as many entries of the rank as possible."""
         moved = False
         while self.left[rank]:
             entry = self.left[rank][0]
@@ -206,7 +207,7 @@ class _Play:
                 self.received[peer, rank].append(action)
 
     def _meet(self, link: _Link) -> bool:
-        """Carries over what both sides of a link have posted and have come to."""
+        """Completes the transfers of a link that both sides have posted and that are next."""
         moved = False
         sender, reader = link
         while self.sent[link] and self.received[link]:
@@ -235,7 +236,7 @@ class _Play:
         return self.step.queue == "link" or action in self.batches[rank][0]
 
     def _together(self) -> bool:
-        """Ends one call for which all ranks that take part in it have come."""
+        """Completes one collective call that all its ranks have reached."""
         for rank, left in enumerate(self.left):
             if left and _meets_others(left[0][0]):
                 ranks = {peer for action in left[0] for peer in self._with(action)} | {rank}
@@ -247,13 +248,13 @@ class _Play:
         return False
 
     def _with(self, action: Action) -> list[int]:
-        """The ranks that take part in a call."""
+        """Returns the ranks that take part in a call."""
         if action.kind == UPDATE:
             return [rank for rank, there in enumerate(self.there) if there]
         return [rank for _, rank in self._partners(action)]
 
     def _comes(self, head: Row, call: Row) -> bool:
-        """Whether a rank that stands at `head` takes part in a call."""
+        """Returns whether a rank whose next entry is `head` takes part in a call."""
         if not head or not _meets_others(head[0]) or head[0].kind != call[0].kind:
             return False
         if head[0].kind == UPDATE:
@@ -262,7 +263,7 @@ class _Play:
         return any(_same_sum(own, other) for own in head for other in others)
 
     def deadlock(self) -> DeadlockError:
-        """Names the ranks that wait for one another, from one that stands still on."""
+        """Returns an error that names the ranks waiting for one another."""
         standing = zip(self.left, self.batches, strict=True)
         rank = next(rank for rank, waiting in enumerate(standing) if any(waiting))
         path: list[int] = []
@@ -282,7 +283,7 @@ class _Play:
         )
 
     def _waits(self, rank: int) -> tuple[str, int]:
-        """What a rank waits for, in words, and the rank that this depends on."""
+        """Describes what a rank waits for, and returns the rank that it depends on."""
         blocking = self._blocking(rank)
         if blocking is None:
             call = self.left[rank][0]
@@ -301,7 +302,7 @@ class _Play:
         return f"rank {rank} waits for {action}, but {told}", peer
 
     def _blocking(self, rank: int) -> tuple[int, Action] | None:
-        """The transfer that must be done next for the rank to go on; None in a call of several."""
+        """Returns the transfer that the rank waits for next; None for a call of several ranks."""
         if self.step.queue == "rank" and self.batches[rank]:
             return rank, min(self.batches[rank][0], key=str)
         if not self.left[rank] or _meets_others(self.left[rank][0][0]):
@@ -315,7 +316,7 @@ class _Play:
 
 
 def _entries(row: Row) -> list[Row]:
-    """The row with transfers that follow one another together, and so sums and updates."""
+    """Groups consecutive transfers, sums and updates of a row into entries."""
     entries: list[Row] = []
     for kind, group in groupby(row, key=_together_with):
         actions = tuple(group)
@@ -324,14 +325,14 @@ def _entries(row: Row) -> list[Row]:
 
 
 def _together_with(action: Action) -> str:
-    """What neighbours in a row have in common that are one entry; "" for what is by itself."""
+    """Returns the key by which neighbouring actions form one entry; "" for a single action."""
     if action.kind in TRANSFER:
         return "transfer"
     return action.kind if _meets_others(action) else ""
 
 
 def _meets_others(action: Action) -> bool:
-    """Whether a rank waits there for others."""
+    """Returns whether a rank waits for other ranks at this action."""
     return _is_sum(action) or (action.kind == UPDATE and action.microbatch == ALL)
 
 
@@ -340,7 +341,7 @@ def _is_sum(action: Action) -> bool:
 
 
 def _same_sum(one: Action, other: Action) -> bool:
-    """Whether two sums of different stages or copies are one; of named parameters, if any is."""
+    """Returns whether two sums are one call: they may differ in names that overlap."""
     same = (one.kind, one.stage, one.microbatch, one.copy, one.over) == (
         other.kind, other.stage, other.microbatch, other.copy, other.over
     )  # fmt: skip
@@ -348,7 +349,7 @@ def _same_sum(one: Action, other: Action) -> bool:
 
 
 def _aged(action: Action) -> Action:
-    """An action without the age of its weights, as others need it."""
+    """Returns the action without the age of its weights, as dependencies refer to it."""
     return action._replace(age=0) if action.age else action
 
 

@@ -1,8 +1,8 @@
-"""Which weights every forward and backward of a step runs on, found by walking its rows.
+"""Determines the weight version of every forward and backward by walking the rows of a step.
 
-Version 0 are the weights before the first update of a stage; every UPDATE makes one more. An action
-of age a runs on the newest version but a, and on version 0 where there have been fewer updates.
-Nothing here knows how rows are made, or which method they are of.
+Version 0 denotes the weights before the first update of a stage; each UPDATE creates the next
+version. An action of age a uses the newest version minus a, or version 0 if there have been fewer
+updates. This module does not know how the rows are built or which method they implement.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from autopar.ir.pipeline_step import Placed, Step
 
 @dataclass
 class StageWeights:
-    """What a walk finds of one stage.
+    """The weight versions of one stage.
 
     Attributes:
-        forwards, backwards: the version that each microbatch runs on.
-        updates: how many there are.
-        versions: how many are held at a time at most, counting only those that are used later.
-        staleness: by how many updates the weights behind a gradient are older than those that it
-            updates, at most.
+        forwards, backwards: the version that each microbatch uses.
+        updates: number of updates.
+        versions: maximum number of versions kept at a time, counting only those used later.
+        staleness: maximum number of updates by which the weights that a gradient was computed with
+            are older than those that it updates.
     """
 
     forwards: dict[int, int] = field(default_factory=dict)
@@ -36,18 +36,18 @@ class StageWeights:
 
     @property
     def consistent(self) -> bool:
-        """Whether every backward runs on the weights that its forward saw."""
+        """Whether every backward uses the weights of its forward."""
         return all(self.forwards[batch] == version for batch, version in self.backwards.items())
 
 
 def walk(step: Step) -> dict[Placed, StageWeights]:
-    """Returns the weights that each stage and copy runs on.
+    """Returns the weight versions that each stage and copy uses.
 
     Args:
         step: complete rows, from the first microbatch to the last.
 
     Raises:
-        ScheduleError: an update takes no gradient, or gradients are left without one.
+        ScheduleError: an update has no gradient, or gradients remain without an update.
     """
     found: dict[Placed, StageWeights] = {}
     for row in step.rows:
@@ -58,10 +58,10 @@ def walk(step: Step) -> dict[Placed, StageWeights]:
 
 
 def _walked(row: Sequence[Action]) -> StageWeights:
-    """The weights of one stage."""
+    """Returns the weight versions of one stage."""
     found = StageWeights()
-    waiting: list[int] = []  # microbatches whose gradients no update has taken
-    used: list[tuple[int, int]] = []  # after how many updates, and which version
+    waiting: list[int] = []  # microbatches whose gradients await an update
+    used: list[tuple[int, int]] = []  # (updates so far, version used)
     for action in row:
         if action.kind == UPDATE:
             taken = [m for m in waiting if action.microbatch in (ALL, m) or m < action.microbatch]
@@ -94,8 +94,8 @@ def _walked(row: Sequence[Action]) -> StageWeights:
 
 
 def _held(used: Sequence[tuple[int, int]], updates: int) -> int:
-    """The most versions that must be there at a time: the newest, and older ones used from then."""
-    last: dict[int, int] = defaultdict(int)  # version -> updates that have been when last used
+    """Returns the peak number of versions kept: the newest, and older ones that are used later."""
+    last: dict[int, int] = defaultdict(int)  # version -> updates so far at its last use
     for newest, version in used:
         last[version] = max(last[version], newest)
     return max(
@@ -105,16 +105,16 @@ def _held(used: Sequence[tuple[int, int]], updates: int) -> int:
 
 
 def check_weights(step: Step, versions: Sequence[int] = (), stashes: bool = True) -> None:
-    """Returns where no version is overwritten that is still needed.
+    """Checks that no version is overwritten while it is still needed.
 
     Args:
         step: complete rows, from the first microbatch to the last.
-        versions: that each stage holds; () for one everywhere.
-        stashes: whether every backward is to run on the weights that its forward saw.
+        versions: number kept by each stage; () for one everywhere.
+        stashes: whether every backward must use the weights of its forward.
 
     Raises:
-        ScheduleError: a version is needed that has been overwritten; a backward runs on other
-            weights than its forward; or as `walk`.
+        ScheduleError: a version is needed after it was overwritten; a backward uses other weights
+            than its forward; or as `walk`.
     """
     for (stage, copy), found in walk(step).items():
         held = versions[stage] if versions else 1

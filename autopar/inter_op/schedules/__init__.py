@@ -1,14 +1,13 @@
-"""Pipeline schedules: every module of this folder with a function `schedule` is one.
+"""Registry of pipeline schedules: every module of this folder with a function `schedule`.
 
-A module holds
+A module defines
 
-- `NAME`: what the schedule is called;
-- `NEEDS`: which sizes it takes, in words;
+- `NAME`: the name of the schedule;
+- `NEEDS`: the supported sizes, in words;
 - `schedule(ranks, microbatches, **options)`: a pure function that returns a `Schedule`, or raises
-  ScheduleError where the sizes do not fit;
-- `CANDIDATES`, if a search for a pipeline is to consider it: the texts of its options, `("",)` for
-  none;
-- `ALLOW`, if it changes what is computed: what a user has to allow, `"stale gradients"`.
+  ScheduleError for unsupported sizes;
+- `CANDIDATES`, if a stage search should consider it: option texts to try, `("",)` for no options;
+- `ALLOW`, if it changes the computed result: the permission it requires, `"stale gradients"`.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _OPTIONAL = ("CANDIDATES", "ALLOW")
 
 
 class Build(Protocol):
-    """Makes a schedule; raises ScheduleError where the sizes do not fit."""
+    """Builds a schedule; raises ScheduleError for unsupported sizes."""
 
     def __call__(self, ranks: int, microbatches: int, /, **options: Any) -> Schedule:
-        """Returns the schedule for so many ranks and microbatches."""
+        """Returns the schedule for the given numbers of ranks and microbatches."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One schedule that there is.
+    """One registered schedule.
 
     Attributes:
-        name: what it is called.
-        summary: what it does, a sentence.
-        needs: which sizes it takes.
-        build: makes it.
-        candidates: texts of the options with which a search considers it.
-        allow: what has to be allowed, "" if it computes what one device does.
+        name: name of the schedule.
+        summary: a one-sentence description.
+        needs: the supported sizes.
+        build: builds the schedule.
+        candidates: option texts that a stage search considers.
+        allow: the required permission, "" if the result equals that of a single device.
     """
 
     name: str
@@ -56,7 +55,7 @@ def schedules() -> dict[str, Recipe]:
     """Returns all schedules by name, in alphabetical order.
 
     Raises:
-        ScheduleError: two modules have the same name for theirs.
+        ScheduleError: two modules define the same name.
     """
     found: dict[str, Recipe] = {}
     for info in pkgutil.iter_modules(__path__):
@@ -76,17 +75,17 @@ def schedules() -> dict[str, Recipe]:
 
 
 def exact() -> tuple[str, ...]:
-    """Returns the names of the schedules that compute what one device does."""
+    """Returns the names of the schedules whose result equals that of a single device."""
     return tuple(recipe.name for recipe in schedules().values() if not recipe.allow)
 
 
 def candidates(allow: str = "") -> tuple[str, ...]:
     """Returns the schedules that a search considers, "1f1b" or "interleaved_1f1b chunks=2".
 
-    Those without options come first, others in the order of their files.
+    Schedules without options come first, the others in the order of their files.
 
     Args:
-        allow: what is allowed, see `allowed`.
+        allow: permissions, see `allowed`.
     """
     known = allowed(allow)
     texts = [
@@ -99,10 +98,10 @@ def candidates(allow: str = "") -> tuple[str, ...]:
 
 
 def allowed(text: str) -> frozenset[str]:
-    """Returns what a text such as "stale gradients" allows.
+    """Parses a text of permissions such as "stale gradients".
 
     Raises:
-        ScheduleError: no schedule asks for it.
+        ScheduleError: no schedule uses one of the permissions.
     """
     asked = frozenset(part for part in (part.strip() for part in text.split(",")) if part)
     known = {recipe.allow for recipe in schedules().values() if recipe.allow}
@@ -116,14 +115,14 @@ def allowed(text: str) -> frozenset[str]:
 
 
 def check_allowed(text: str, allow: str) -> None:
-    """Returns where a schedule may be used.
+    """Checks that a schedule may be used.
 
     Args:
         text: its name, with options.
-        allow: what is allowed.
+        allow: the permissions that were granted.
 
     Raises:
-        ScheduleError: it changes what is computed, and that is not allowed.
+        ScheduleError: it changes the computed result, which is not permitted.
     """
     known, recipe = allowed(allow), schedules().get(text.partition(" ")[0])
     if recipe is not None and recipe.allow not in ("", *known):
@@ -135,10 +134,10 @@ def check_allowed(text: str, allow: str) -> None:
 
 
 def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """Returns the named schedule; `options` are its own, as `chunks=2` for "interleaved_1f1b".
+    """Returns the named schedule; `options` are specific to it, such as `chunks=2`.
 
     Raises:
-        ScheduleError: there is no such schedule, or it does not exist for those sizes.
+        ScheduleError: the schedule does not exist, or does not support those sizes.
     """
     found = schedules()
     if name not in found:

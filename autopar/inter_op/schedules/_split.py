@@ -1,4 +1,4 @@
-"""The rows of ZB-H1 and ZB-H2: forwards and input backwards in turns, weight backwards later."""
+"""Rows of ZB-H1 and ZB-H2: forwards alternate with input backwards, weight backwards follow."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from autopar.ir.action import Action
 
 
 def row(stage: int, microbatches: int, warm_up: int, delay: int) -> Row:
-    """Returns a row where weight backwards follow `delay` input backwards behind.
+    """Returns a row whose weight backwards lag `delay` input backwards behind.
 
     Args:
-        stage: number of the stage.
-        microbatches: in a step.
+        stage: index of the stage.
+        microbatches: number per step.
         warm_up: forwards before the first turn.
-        delay: how many input backwards are ahead of the weight backwards.
+        delay: number of input backwards by which the weight backwards lag.
     """
     forwards, inputs, weights = (
         [Action(kind, stage, batch) for batch in range(microbatches)] for kind in "FIW"

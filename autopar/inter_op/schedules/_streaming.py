@@ -1,4 +1,4 @@
-"""Rows of schedules that never run dry: a forward and an earlier microbatch's backward in turns."""
+"""Rows of schedules that never drain: forwards alternate with backwards of earlier microbatches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.inter_op.schedule import Times
 from autopar.ir.action import UPDATE, Action, Row
 
 STALE = "stale gradients"
-Ages = Callable[[int], int]  # place of a turn in the period -> age of the weights
+Ages = Callable[[int], int]  # position of a turn in the period -> age of the weights
 
 
 def row(
@@ -22,11 +22,11 @@ def row(
     """Returns the row of one period.
 
     Args:
-        stage: number of the stage.
-        microbatches: in a period, a multiple of `every`.
-        behind: how many microbatches the backward of a turn is behind its forward.
-        every: microbatches whose gradients an update takes; it follows the last one's backward.
-        forward, backward: how old the weights are that they run on.
+        stage: index of the stage.
+        microbatches: number per period, a multiple of `every`.
+        behind: number of microbatches by which the backward of a turn lags its forward.
+        every: microbatches per update, which follows the backward of the last one.
+        forward, backward: ages of the weights that they use.
     """
     actions: list[Action] = []
     for turn in range(microbatches):
@@ -39,15 +39,15 @@ def row(
 
 
 def stale(behind: int, every: int) -> int:
-    """Returns by how many updates the newest weights are ahead of a backward's forward, at most."""
+    """Returns the maximum number of updates between a forward and its backward."""
     return -(-behind // every)
 
 
 def periods(behind: int, microbatches: int) -> int:
-    """Returns after how many periods all of a row's microbatches are there."""
+    """Returns the number of periods until all of a row's microbatches are in flight."""
     return -(-behind // microbatches)
 
 
 def bubble(times: Times) -> float:
-    """Returns 0: in the steady state every rank has a forward or a backward to do."""
+    """Returns 0: in the steady state every rank always has a forward or a backward to run."""
     return 0.0

@@ -1,10 +1,10 @@
-"""Updates of parameters that several stages hold, where a schedule does not flush.
+"""Synchronises updates of parameters shared by several stages in schedules without a flush.
 
-Every stage that holds a copy adds up the gradients of all and makes the same update. A stage near
-the end of the pipeline has its gradients earlier than one near the beginning. So it makes its
-updates where the latest holder makes them, and runs on older weights by as many updates fewer: what
-is computed does not change. That can be done if no stage runs a microbatch on weights that have a
-gradient which another holder knows only later.
+Every stage that shares a parameter sums the gradients of all sharing stages and applies the same
+update. Stages near the end of the pipeline have their gradients earlier than those near the
+beginning, so each stage postpones its updates to those of the latest sharing stage. It lowers the
+ages of its weights accordingly, which leaves the result unchanged. This is possible unless a stage
+runs a microbatch on weights that include a gradient which another stage receives only later.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autopar.inter_op.schedule import Schedule
 from autopar.ir.action import COMPUTE, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Wiring, versions
 
-Updates = list[tuple[int, int]]  # computing actions of the row before each, and its microbatch
+Updates = list[tuple[int, int]]  # (compute actions of the row before the update, its microbatch)
 
 
 def tied_updates(schedule: Schedule, wiring: Wiring) -> Schedule:
-    """Returns a schedule whose stages update the parameters that they share at one time.
+    """Returns a schedule whose stages update shared parameters at the same time.
 
     Args:
-        schedule: any; one that flushes, or whose stages share nothing, is returned as it is.
-        wiring: of the model.
+        schedule: any schedule; returned unchanged if it flushes or its stages share nothing.
+        wiring: the connections of the model's stages.
 
     Raises:
-        ScheduleError: a stage runs on weights that have gradients which are not yet known to all.
+        ScheduleError: a stage uses weights with gradients that are not yet available to all.
     """
     if schedule.flushes or not any(wiring.tied):
         return schedule
@@ -48,7 +48,7 @@ def tied_updates(schedule: Schedule, wiring: Wiring) -> Schedule:
 
 
 def _groups(wiring: Wiring) -> list[list[int]]:
-    """The stages that share parameters, with one another or by way of others."""
+    """Returns the groups of stages that share parameters, directly or transitively."""
     groups: list[tuple[set[int], set[str]]] = []
     for stage, names in enumerate(wiring.tied):
         own = {stage}, set(names)
@@ -61,14 +61,14 @@ def _groups(wiring: Wiring) -> list[list[int]]:
 
 
 def _updates(row: Row) -> Updates:
-    """Where a row has its updates."""
+    """Returns the positions of the updates in a row."""
     computed = accumulate(action.kind in COMPUTE for action in row)
     pairs = zip(computed, row, strict=True)
     return [(at, action.microbatch) for at, action in pairs if action.kind == UPDATE]
 
 
 def _newest(updates: Updates, at: int, microbatches: int) -> int:
-    """The number of the newest version before a computing action of a row, from the period's."""
+    """Returns the newest version before a compute action of a row, relative to the period's."""
     every = microbatches // len(updates)
     before = bisect_right([place for place, _ in updates], at)
     batch = updates[before - 1][1] if before else updates[-1][1] - microbatches
@@ -83,7 +83,7 @@ def _moved(
     updates: dict[int, Updates],
     latest: int,
 ) -> Row:
-    """The row of a stage with the updates of the latest one of its group."""
+    """Returns the row of a stage with the updates of the latest stage of its group."""
     row, size = schedule.rows[schedule.placement[0][stage]], schedule.microbatches
     own, new = updates[stage], updates[latest]
     if own == new:
@@ -113,7 +113,7 @@ def _moved(
 
 
 def _due(stage: int, left: Updates, at: int) -> list[Action]:
-    """The updates that stand before the next computing action; takes them from `left`."""
+    """Removes from `left` and returns the updates due before the next compute action."""
     found: list[Action] = []
     while left and left[0][0] <= at:
         found.append(Action(UPDATE, stage, left.pop(0)[1]))

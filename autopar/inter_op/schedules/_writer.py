@@ -1,4 +1,4 @@
-"""Writes a row action by action, numbering microbatches as they come."""
+"""Builds a row action by action and numbers the microbatches in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.ir.action import Action
 
 
 class Writer:
-    """A row that grows; each stage takes its microbatches in order."""
+    """A row under construction; each stage processes its microbatches in order."""
 
     def __init__(self) -> None:
         self.row: list[Action] = []
@@ -16,20 +16,20 @@ class Writer:
         self._next: Counter[tuple[str, int]] = Counter()
 
     def forward(self, stage: int) -> None:
-        """The next forward of a stage."""
+        """Appends the next forward of a stage."""
         self._add("F", "F", stage)
 
     def backward(self, stage: int) -> None:
-        """The next backward of a stage, whole."""
+        """Appends the next whole backward of a stage."""
         self._add("B", "B", stage)
 
     def input(self, stage: int) -> None:
-        """The next input backward of a stage; its weight backward is pending from then on."""
+        """Appends the next input backward of a stage and queues its weight backward."""
         self._add("I", "B", stage)
         self.pending.append(self.row[-1]._replace(kind="W"))
 
     def weight(self, stage: int | None = None) -> None:
-        """The weight backward that has been pending longest, of a stage or of all."""
+        """Appends the oldest queued weight backward, of a stage or of all stages."""
         action = next(one for one in self.pending if stage in (None, one.stage))
         self.pending.remove(action)
         self.row.append(action)

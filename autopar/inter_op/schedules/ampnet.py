@@ -1,7 +1,7 @@
 """AMPNet: an update after every k-th backward, which runs on whatever weights are there.
 
-arXiv:1705.09786, section 5. Nothing is stashed: forward and backward of a microbatch see different
-weights, and gradients are those of no function.
+arXiv:1705.09786, section 5. Weights are not stashed: the forward and backward of a microbatch use
+different weights, so the result is not the gradient of any function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def schedule(ranks: int, microbatches: int, every: int = 1) -> Schedule:
     """Returns one period of the steady state, with an update after every `every`-th backward.
 
     Raises:
-        ScheduleError: there is no rank or no microbatch, or no whole number of updates.
+        ScheduleError: there is no rank or no microbatch, or the number of updates is not whole.
     """
     check_sizes(NAME, ranks, microbatches)
     if every < 1 or microbatches % every:

@@ -2,15 +2,15 @@
 
 After Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
 (NeurIPS 2013): a worker may be at most s steps ahead of the slowest. Here the replicas of a stage
-begin to add up the gradients of a step at its end, and wait for those of s steps before:
+start summing the gradients of a step at its end, and wait for the sums of s steps earlier:
 
     W(t+1) = W(t) - lr sum over replicas of grad f(W(t-s))
 
-In the paper a worker sees its own updates at once, and others' when they arrive; here all replicas
-make the same update at the same step, so that they stay equal and a run can be repeated. The sums
-go on beside s steps. Nothing else is awaited: each replica keeps its part of the loss, which is
-added up with the report of the step and read s steps later. So a replica can be up to s steps
-ahead.
+In the paper a worker sees its own updates immediately and those of others when they arrive. Here
+all replicas apply the same update at the same step, so that they stay equal and runs are
+reproducible. The sums overlap with s steps. There is no other synchronisation: each replica keeps
+its part of the loss, which is summed with the report of the step and read s steps later. A replica
+can therefore be up to s steps ahead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ALLOW = STALE
 
 
 def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
-    """Returns one step: 1F1B's, and an update with the gradients of `ahead` steps before.
+    """Returns one step: 1F1B, with an update from the gradients of `ahead` steps earlier.
 
     Raises:
-        ScheduleError: there is no rank or no microbatch, or `ahead` is no step.
+        ScheduleError: there is no rank or no microbatch, or `ahead` is less than 1.
     """
     check_sizes(NAME, ranks, microbatches)
     if ahead < 1:
@@ -58,5 +58,5 @@ def _row(stage: int, computed: Row, microbatches: int, ahead: int) -> Row:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns 0 for one stage; of several none is published."""
+    """Returns 0 for one stage; none is published for several stages."""
     return 0.0 if ranks == 1 else None

@@ -13,13 +13,13 @@ NEEDS = "an even number of ranks, an even number of microbatches; two copies of 
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns Chimera's rows, by direct concatenation of units of D microbatches.
+    """Returns Chimera's rows, as a direct concatenation of units of D microbatches.
 
-    Rank r holds stage r of the first copy and stage D-1-r of the second. Of each unit the first
-    half of the microbatches goes through the first copy, the other half through the second.
+    Rank r holds stage r of the first copy and stage D-1-r of the second. The first half of each
+    unit's microbatches runs on the first copy, the second half on the second.
 
     Raises:
-        ScheduleError: there is no rank or no microbatch, or an odd number of one of them.
+        ScheduleError: there is no rank or no microbatch, or either number is odd.
     """
     check_sizes(NAME, ranks, microbatches)
     if ranks % 2 or microbatches % 2:
@@ -39,11 +39,11 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Both directions in the order of their slots, where a forward takes one and a backward one.
+    """Merges both directions by time slot, where forwards and backwards take one slot each.
 
-    Alone, a direction runs its m-th microbatch forwards through stage s in slot s + 2m, and
-    backwards in 2D - 1 - s + 2m. With D even, the two directions take slots of different parity.
-    A unit begins 2D slots after the one before.
+    On its own, a direction runs the forward of its m-th microbatch on stage s in slot s + 2m, and
+    the backward in slot 2D - 1 - s + 2m. For even D the two directions use slots of different
+    parity. Each unit starts 2D slots after the previous one.
     """
     slots = []
     half = ranks // 2
@@ -60,12 +60,12 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns the share of (D-2) (max(F, B) + (u-1) |F-B|) idle seconds, for u whole units.
+    """Returns the fraction of (D-2) (max(F, B) + (u-1) |F-B|) idle seconds, for u whole units.
 
-    Where a backward B takes as long as a forward F it is (D-2)/(D-2+2N); where it takes twice as
-    long, and for one unit, (D-2)/(D-2+3N/2): both are published. The gaps between units where F
-    and B differ are why Chimera can also double forwards or halve backwards. None where the
-    microbatches make no whole units.
+    If a backward B takes as long as a forward F, it is (D-2)/(D-2+2N); if it takes twice as long
+    and there is one unit, (D-2)/(D-2+3N/2). Both are published. The gaps between units for
+    different F and B are the reason why Chimera can also double forwards or halve backwards.
+    Returns None if the microbatches do not form whole units.
     """
     units, rest = divmod(microbatches, ranks)
     if rest:

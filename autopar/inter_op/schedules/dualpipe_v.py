@@ -1,9 +1,9 @@
 """DualPipeV: two stages a rank in a V, forwards and backwards in pairs that may overlap.
 
-One half of DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1), which is symmetric: "cut in
-half", it needs one copy of the model and half of the ranks. While it is full, every forward of one
-stage stands beside a backward of the other, so that what one of them exchanges can overlap with
-what the other computes.
+One half of DeepSeek-V3's symmetric DualPipe (arXiv:2412.19437, section 3.2.1): "cut in half", it
+needs only one copy of the model and half of the ranks. While the pipeline is full, every forward of
+one stage is paired with a backward of the other, so that the communication of one can overlap with
+the computation of the other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Row:
         write.backward(back)
         write.forward(back)
         write.backward(there)
-    for turn in range(rank + 1):  # the second half of what is left goes without weights
+    for turn in range(rank + 1):  # splits the second half of the remaining backwards
         _last(write, back, late=2 * turn > rank)
         _last(write, there, late=2 * turn + 1 > rank)
     for _ in range(behind):
@@ -78,11 +78,11 @@ def _last(write: Writer, stage: int, late: bool) -> None:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns the share of (D-1) (F + max(0, I - W)) idle seconds.
+    """Returns the fraction of (D-1) (F + max(0, I - W)) idle seconds.
 
-    It is the time of rows that run one action after another, as they are written, where a forward
-    takes at least an input backward and at most a whole one; None otherwise. `published` is
-    DeepSeek's own form.
+    It holds for rows that run sequentially as written, where a forward takes at least as long as an
+    input backward and at most as long as a whole one; returns None otherwise. `published` is
+    DeepSeek's own formula.
     """
     if not times.input <= times.forward <= times.input + times.weight:
         return None
@@ -91,13 +91,14 @@ def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
 
 
 def published(ranks: int, times: Times, together: float) -> float:
-    """Returns (D-1) (F&B + B - 3W): the idle seconds of a rank as DeepSeek's project gives them.
+    """Returns (D-1) (F&B + B - 3W), the idle seconds per rank as published by DeepSeek.
 
-    A forward and the backward beside it are one block F&B there, whose results come at its end.
+    It treats a forward and its paired backward as one block F&B, whose results are available at the
+    end of the block.
 
     Args:
         ranks: D, half of the number of stages.
-        times: of one stage; B is the whole backward.
-        together: seconds of a block, F + B where nothing overlaps.
+        times: times of one stage; B is the whole backward.
+        together: seconds per block, F + B without overlap.
     """
     return (ranks - 1) * (together + times.input - 2 * times.weight)

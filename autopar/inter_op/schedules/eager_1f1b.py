@@ -1,9 +1,9 @@
 """Eager 1F1B: 1F1B with more forwards ahead, so that transfers hide behind them.
 
-Where a transfer takes time, the first gradient comes back to a rank later by two transfers for each
-rank behind it, and 1F1B waits for it with nothing left to do. One more forward for each of these
-ranks is DAPPLE's second policy (arXiv:2007.01045) and Eager-1F1B (arXiv:2211.05322); as long as a
-transfer takes at most half of a microbatch's time on a rank, it is enough.
+If transfers take time, the first gradient returns to a rank later by two transfers per rank behind
+it, and 1F1B idles until then. One more forward for each of these ranks hides the delay, as in
+DAPPLE's second policy (arXiv:2007.01045) and Eager-1F1B (arXiv:2211.05322). This suffices as long
+as a transfer takes at most half of a microbatch's time on a rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NEEDS = "any sizes"
 
 
 def schedule(ranks: int, microbatches: int, extra: int = 1) -> Schedule:
-    """Returns the rows of 1F1B, with `extra` more forwards ahead for each rank behind the own one.
+    """Returns the rows of 1F1B with `extra` additional early forwards per rank behind the own one.
 
-    The bubble is that of 1F1B where transfers take no time.
+    Without transfer time the bubble equals that of 1F1B.
 
     Raises:
         ScheduleError: there is no rank or no microbatch, or `extra` is negative.

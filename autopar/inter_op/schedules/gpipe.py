@@ -12,7 +12,7 @@ NEEDS = "any sizes"
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns GPipe's rows, which keep the activations of all microbatches.
+    """Returns the rows of GPipe, which keeps the activations of all microbatches.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.
@@ -30,5 +30,5 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float:
-    """Returns (D-1)/(D-1+N): D - 1 microbatches' time passes before the pipeline is full or dry."""
+    """Returns (D-1)/(D-1+N): filling and draining cost the time of D - 1 microbatches."""
     return fraction((ranks - 1) * times.total, microbatches * times.total)

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several stages a rank, dealt out like cards, for a smaller bubble.
 
 Megatron-LM's second schedule (arXiv:2104.04473, section 2.2). A rank runs a round of microbatches
-through its first stage, then through its second, and so on. A round is as many microbatches as
-there are ranks there; here, as in torch, any number of equal rounds of at least that many.
+through its first stage, then through its second, and so on. In the paper a round has as many
+microbatches as there are ranks; here, as in torch, the rounds may be larger if all are equal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def schedule(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Returns the rows of interleaved 1F1B with `chunks` stages a rank: `ranks * chunks` stages.
 
     Raises:
-        ScheduleError: there is no rank or no microbatch; there are less than two chunks; the
-            microbatches cannot be dealt out in equal rounds.
+        ScheduleError: there is no rank or no microbatch; there are fewer than two chunks; the
+            microbatches do not divide into equal rounds.
     """
     check_sizes(NAME, ranks, microbatches)
     if chunks < 2:
@@ -57,7 +57,7 @@ def schedule(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _row(rank: int, ranks: int, microbatches: int, chunks: int, size: int, warm_up: int) -> Row:
-    """`warm_up` forwards, forwards and backwards in turns, then the other backwards."""
+    """Builds a row: `warm_up` forwards, alternating forwards and backwards, remaining backwards."""
     order = [
         (chunk, first + number)
         for first in range(0, microbatches, size)
@@ -75,7 +75,7 @@ def _row(rank: int, ranks: int, microbatches: int, chunks: int, size: int, warm_
 
 
 def bubble(ranks: int, microbatches: int, chunks: int, times: Times) -> float | None:
-    """Returns (D-1)/(D-1+vN) for v chunks: idle time is counted in chunks, of which vN are run."""
+    """Returns (D-1)/(D-1+vN) for v chunks: idle time is D-1 chunks, busy time vN chunks."""
     if microbatches % ranks:
         return None
     return fraction((ranks - 1) * times.total, chunks * microbatches * times.total)

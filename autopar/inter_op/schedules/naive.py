@@ -12,7 +12,7 @@ NEEDS = "any sizes"
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns rows of a forward and its backward in turns, with one microbatch in flight.
+    """Returns rows that alternate a forward and its backward, with one microbatch in flight.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.

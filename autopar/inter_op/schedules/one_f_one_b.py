@@ -13,7 +13,7 @@ CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns the rows of 1F1B: GPipe's time, and at most D - rank microbatches in flight.
+    """Returns the rows of 1F1B: as fast as GPipe, with at most D - rank microbatches in flight.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.
@@ -26,7 +26,7 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
 
 
 def row(stage: int, microbatches: int, warm_up: int) -> Row:
-    """Returns `warm_up` forwards, then forward and backward in turns, then the other backwards."""
+    """Returns `warm_up` forwards, alternating forwards and backwards, and remaining backwards."""
     forwards = [Action("F", stage, batch) for batch in range(microbatches)]
     backwards = [Action("B", stage, batch) for batch in range(microbatches)]
     turns = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
@@ -34,5 +34,5 @@ def row(stage: int, microbatches: int, warm_up: int) -> Row:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float:
-    """Returns (D-1)/(D-1+N), as GPipe: the backwards move, the time of the step does not."""
+    """Returns (D-1)/(D-1+N), as GPipe: reordering the backwards does not change the step time."""
     return fraction((ranks - 1) * times.total, microbatches * times.total)

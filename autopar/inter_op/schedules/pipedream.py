@@ -1,15 +1,14 @@
 """PipeDream: 1F1B without a flush, an update after every backward, stashed weights.
 
-arXiv:1806.03377, section 3.3. A microbatch is what the paper calls a minibatch: its gradient, that
-of its own loss, updates the weights at once. Stage s of p keeps the p - s versions that the
-microbatches in flight were started with, so that a backward runs on the weights that its forward
-saw:
+arXiv:1806.03377, section 3.3. A microbatch here is a minibatch of the paper: it has its own loss,
+and its gradient updates the weights immediately. Stage s of p keeps the p - s weight versions that
+its microbatches in flight started with, so that a backward uses the weights of its forward:
 
     W(t+1) = W(t) - lr grad f(W_0(t-p+1), W_1(t-p+2), ..., W_{p-1}(t))
 
-With `vertical=1` (the paper's vertical sync) a microbatch runs on one version in all stages, that
-of the first stage when it entered, and every stage keeps p of them. Where stage i is replicated r_i
-times on other numbers of devices, `versions_of_replicas` counts what each replica keeps.
+With `vertical=1` (the paper's vertical sync) a microbatch uses one version in all stages, that of
+the first stage when it entered, and every stage keeps p versions. If stage i has r_i replicas,
+`versions_of_replicas` returns the number of versions that each replica keeps.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ def schedule(ranks: int, microbatches: int, vertical: int = 0) -> Schedule:
 
 
 def versions_of_replicas(replicas: Sequence[int], stage: int) -> int:
-    """Returns how many versions each replica of a stage keeps, where stages are replicated.
+    """Returns the number of versions that each replica of a stage keeps.
 
-    floor((N - 1 - (r_0 + ... + r_{s-1})) / r_s) + 1, with N devices in all: the devices from this
-    stage on, less one, are how many minibatches enter before one comes back, and its replicas take
-    them in turns (section 3.2). Of straight stages, one device each, it is p - s.
+    floor((N - 1 - (r_0 + ... + r_{s-1})) / r_s) + 1, with N devices in total: as many minibatches
+    enter before one returns as there are devices from this stage on, less one, and the replicas
+    process them in turn (section 3.2). For stages with one device each it is p - s.
 
     Args:
-        replicas: of each stage.
-        stage: from 0.
+        replicas: number of replicas of each stage.
+        stage: index of the stage, from 0.
     """
     return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] + 1

@@ -1,16 +1,16 @@
 """PipeMare: one version of the weights; learning rates and backwards make up for the delay.
 
-arXiv:1910.05124. With P stages, numbered from 1, and N microbatches in an update, the weights that
-the forward of stage i sees are (2 (P - i) + 1) / N updates behind those that its gradient updates
-(Table 1), on average over the N microbatches. The backward runs on the newest ones. Three things
-make up for that (section 3), each of which can be switched off:
+arXiv:1910.05124. With P stages, numbered from 1, and N microbatches per update, the forward of
+stage i uses weights that are on average (2 (P - i) + 1) / N updates older than those that its
+gradient updates (Table 1). The backward uses the newest weights. Three techniques compensate for
+the delay (section 3); each can be disabled:
 
-- `annealed` (T1): in update k of the first `annealed` ones the learning rate of a stage is divided
-  by its delay to the power of 1 - k / annealed; a delay below 1 counts as 1. 0 switches it off.
-- `correction` (T2): the backward runs on w - delay * v, about what its forward saw, where
-  v <- g v + (1 - g) (change of w) after every update, and g = D^(1 / delay). The option is D in
-  thousandths; 0 switches it off.
-- `flushed` (T3): so many first periods run as 1F1B, with a flush.
+- `annealed` (T1): in update k of the first `annealed` ones, the learning rate of a stage is divided
+  by its delay to the power of 1 - k / annealed; delays below 1 count as 1. 0 disables it.
+- `correction` (T2): the backward uses w - delay * v, an estimate of the weights of its forward,
+  where v <- g v + (1 - g) (change of w) after every update, and g = D^(1 / delay). The option is D
+  in thousandths; 0 disables it.
+- `flushed` (T3): number of initial periods that run as 1F1B, with a flush.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def schedule(
 ) -> Schedule:
     """Returns one period of the steady state: N microbatches and one update.
 
-    A stage is 2 (P - i) + 1 microbatches behind with its backwards, as where each stage does a
-    forward and a backward of different microbatches in one tick.
+    A stage runs its backwards 2 (P - i) + 1 microbatches late, as if each stage ran a forward and a
+    backward of different microbatches per tick.
 
     Raises:
         ScheduleError: there is no rank or no microbatch, or D is not below 1.

@@ -1,11 +1,11 @@
 """PipeDream-2BW: no flush, gradients of m microbatches added up, two versions of the weights.
 
-arXiv:2006.09503, section 3.1. All microbatches of a batch run on one version, in all stages, which
-is one update behind the newest one; m is at least the number of stages:
+arXiv:2006.09503, section 3.1. All stages run all microbatches of a batch on one version, which is
+one update older than the newest; m is at least the number of stages:
 
     W(t+1) = W(t) - lr grad f(W(t-1))
 
-PipeDream-Flush of the same paper is 1f1b.
+PipeDream-Flush from the same paper is the schedule 1f1b.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns one period of the steady state: a batch of m microbatches, and its update.
+    """Returns one period of the steady state: a batch of m microbatches and its update.
 
-    Rank r is p - 1 - r microbatches behind with its backwards. So the last backwards of a batch,
-    and its update, come after the first forwards of the next one.
+    Rank r runs its backwards p - 1 - r microbatches late. The last backwards of a batch and its
+    update therefore follow the first forwards of the next batch.
 
     Raises:
         ScheduleError: there is no rank, or there are fewer microbatches than ranks.

@@ -1,6 +1,6 @@
 """ZB-H1: 1F1B's memory and a third of its bubble, by weight backwards that fill the end.
 
-The handcrafted schedule of arXiv:2401.10241, section 2.1, also known as ZB1P.
+The handcrafted schedule from arXiv:2401.10241, section 2.1, also known as ZB1P.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns the rows of ZB-H1, where rank r does its weight backwards r microbatches late.
+    """Returns the rows of ZB-H1, where rank r delays its weight backwards by r microbatches.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.
@@ -34,11 +34,12 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns the share of (D-1) (T_F + T_B - T_W) idle seconds (Table 2).
+    """Returns the fraction of (D-1) (T_F + T_B - T_W) idle seconds (Table 2).
 
-    It is the time of at least D microbatches, and of weight backwards that take no longer than the
-    two others, which they fill the gaps between. Of fewer microbatches and equal times T: a rank
-    waits 2 (D-1) T for the others, and meanwhile has N-1 weight backwards to do. None otherwise.
+    It holds for at least D microbatches and for weight backwards that take no longer than the
+    forwards and input backwards, whose gaps they fill. For fewer microbatches and equal times T, a
+    rank waits 2 (D-1) T for the others and fills part of it with N-1 weight backwards. Returns None
+    otherwise.
     """
     if microbatches >= ranks and times.weight <= min(times.forward, times.input):
         idle = (ranks - 1) * (times.forward + times.input - times.weight)

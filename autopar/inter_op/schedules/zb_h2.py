@@ -1,8 +1,8 @@
 """ZB-H2: no bubble between a rank's first and last action, for twice the memory of 1F1B.
 
-The handcrafted schedule of arXiv:2401.10241, section 2.2, also known as ZB2P. Ranks begin one after
-another and end so, too: the bubble is zero where the next step begins on a rank before others have
-ended. With a barrier between steps it is that of ZB-H1.
+The handcrafted schedule from arXiv:2401.10241, section 2.2, also known as ZB2P. The ranks start and
+finish one after another: the bubble is zero if the next step starts on a rank before others have
+finished. With a barrier between steps the bubble equals that of ZB-H1.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NEEDS = "at least 2D - 1 microbatches on D ranks"
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns the rows of ZB-H2, where rank r does its weight backwards 2r microbatches late.
+    """Returns the rows of ZB-H2, where rank r delays its weight backwards by 2r microbatches.
 
     Raises:
-        ScheduleError: there is no rank, or there are less than 2D - 1 microbatches.
+        ScheduleError: there is no rank, or there are fewer than 2D - 1 microbatches.
     """
     check_sizes(NAME, ranks, microbatches)
     if microbatches < 2 * ranks - 1:
@@ -39,9 +39,10 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
 
 
 def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns the share of (D-1) (T_F + T_B - 2 T_W) idle seconds (Table 2).
+    """Returns the fraction of (D-1) (T_F + T_B - 2 T_W) idle seconds (Table 2).
 
-    It is the time of weight backwards that take no longer than the two others; None otherwise.
+    It holds for weight backwards that take no longer than forwards and input backwards; returns
+    None otherwise.
     """
     if times.weight > min(times.forward, times.input):
         return None

@@ -1,8 +1,8 @@
 """ZB-V: two stages a rank in a V, no bubble between a rank's first and last action, 1F1B's memory.
 
-arXiv:2401.10241, section 6. The V lets every rank start its backwards at about the same time, so
-that the same number of activations is in flight on all of them. Ranks begin one after another:
-the bubble is zero where the next step begins on a rank before others have ended.
+arXiv:2401.10241, section 6. The V lets all ranks start their backwards at about the same time, so
+that all of them have the same number of activations in flight. The ranks start one after another:
+the bubble is zero if the next step starts on a rank before others have finished.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CANDIDATES = ("",)
 def schedule(ranks: int, microbatches: int) -> Schedule:
     """Returns the rows of ZB-V, with stages r and 2D-1-r on rank r.
 
-    Fewer than 2D - 1 microbatches do not fill the pipeline; their rows are those of 2D - 1
-    microbatches without the others.
+    Fewer than 2D - 1 microbatches do not fill the pipeline; their rows are those for 2D - 1
+    microbatches with the missing ones removed.
 
     Raises:
         ScheduleError: there is no rank or no microbatch.
