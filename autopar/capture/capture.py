@@ -125,12 +125,21 @@ def _captured(
     return Captured(tie(graph), buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
 
 
+_LOST_CONSTANT = "fake tensor in the exported program constant"
+
+
 def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """Returns the traced wrapper; raises CaptureError at the user's line if it cannot be traced."""
     collects = gc.isenabled()
     gc.disable()  # what a collected program does with tensors would be traced, too
     try:
-        return torch.export.export(wrapper, examples, strict=False)
+        try:
+            return torch.export.export(wrapper, examples, strict=False)
+        except RuntimeError as error:
+            # On a busy machine one trace in thousands loses a constant; the next one does not.
+            if _LOST_CONSTANT not in str(error):
+                raise
+            return torch.export.export(wrapper, examples, strict=False)
     except AutoparError as error:
         error.where = error.where or innermost(error.__traceback__)
         raise

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured, capture
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.operators.interpret import run
@@ -303,3 +303,20 @@ def test_every_operator_names_its_module_and_the_user_s_line() -> None:
     assert graph["linear"].source.module == "layers.0"
     for node in graph.nodes:
         assert node.is_leaf or node.source.line or node.source.module == "loss_fn"
+
+
+def test_a_trace_that_loses_a_constant_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export does so now and then; a second loss is an error."""
+    export, lost = torch.export.export, [1]
+
+    def losing(*args: Any, **kwargs: Any) -> Any:
+        if lost[0]:
+            lost[0] -= 1
+            raise RuntimeError("We found a fake tensor in the exported program constant's list.")
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", losing)
+    assert capture(nn.Linear(2, 2), (torch.ones(1, 2),)).graph.nodes
+    lost[0] = 2
+    with pytest.raises(CaptureError, match="cannot trace"):
+        capture(nn.Linear(2, 2), (torch.ones(1, 2),))
