@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether a schedule of stages and microbatches runs the model."""
+        """Returns whether a schedule of stages and microbatches runs the model."""
         return bool(self.schedule)
 
     @property

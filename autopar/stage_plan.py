@@ -145,7 +145,7 @@ class StagePlan:
 
     @property
     def fuses_update(self) -> bool:
-        """Whether a kernel runs the optimizer's step, on state in device memory."""
+        """Returns whether a kernel runs the optimizer's step, on state in device memory."""
         return UPDATE in self.fuse and not self.offload.optimizer
 
     def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-HELPERS = ("__init__", "__main__", "harness")
+HELPERS = ("__init__", "__main__", "harness", "hosts", "small_tasks")
 
 for script in sorted(Path(__file__).parent.glob("*.py")):
     if script.stem not in HELPERS:

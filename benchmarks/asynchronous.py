@@ -26,7 +26,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
@@ -52,11 +51,11 @@ from autopar.runtime.pipeline.stage import Stage
 from benchmarks.collectives import link
 from benchmarks.harness import PICTURES, markdown, read, write
 from benchmarks.hosts import launch, two_hosts
+from benchmarks.small_tasks import BATCH, CHARACTERS, CONTEXT, DATA, Net, batches, net
 
-RANKS, MICROBATCHES, BATCH = 4, 8, 64
+RANKS, MICROBATCHES = 4, 8
 BLOCK = 5  # steps whose mean loss is written
 MESH = "cpu: stage=4"
-CONTEXT, CHARACTERS = 12, 64  # characters that are read, and different ones that there are
 METHODS = {
     "1f1b": "1f1b",
     "pipedream": "pipedream",
@@ -73,62 +72,6 @@ SECONDS = 0.02  # of a forward, and of each half of a backward
 WIDE, WIDER, SLOW = 512, 32, 0.06
 TIMED = ("1f1b", "zb_v", "2bw", "pipedream", "ampnet", "pipemare")
 COLOURS = ("#444444", "#1b7837", "#2166ac", "#b2182b", "#f4a582", "#762a83")
-
-
-class Net(nn.Module):
-    """Eight layers of a linear map and a tanh, with a skip over each but the first and the last."""
-
-    def __init__(self, characters: bool, inputs: int, classes: int, width: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CHARACTERS, 12) if characters else None
-        self.first = nn.Linear(inputs * 12 if characters else inputs, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-        self.last = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss."""
-        h = torch.tanh(self.first(x if self.embed is None else self.embed(x).flatten(1)))
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return F.cross_entropy(self.last(h), y)
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """Images of handwritten digits, 8 by 8, and which they are."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
-
-
-def text() -> tuple[Tensor, Tensor]:
-    """Characters of Python's help pages in rows, and those that follow."""
-    from pydoc_data.topics import topics
-
-    joined = "".join(topics[name] for name in sorted(topics))[: 2**18].lower()
-    known = sorted(set(joined), key=lambda c: (-joined.count(c), c))[: CHARACTERS - 1]
-    numbers = {character: number + 1 for number, character in enumerate(known)}
-    row = torch.tensor([numbers.get(character, 0) for character in joined])
-    windows = row.unfold(0, CONTEXT + 1, 1)
-    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
-
-
-DATA: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"digits": digits, "text": text}
-
-
-def batches(data: str, steps: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random batches; the same for every method."""
-    x, y = DATA[data]()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        chosen = torch.randint(len(x), (BATCH,), generator=generator)
-        yield {"x": x[chosen], "y": y[chosen]}
-
-
-def net(data: str, seed: int) -> Net:
-    """The network for some data."""
-    torch.manual_seed(seed)
-    return Net(True, CONTEXT, CHARACTERS) if data == "text" else Net(False, 64, 10)
 
 
 def trained(

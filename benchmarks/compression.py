@@ -1,4 +1,4 @@
-"""How training converges with compressed gradients, beside torch's own PowerSGD hook.
+"""Measures convergence with compressed gradients, beside torch's own PowerSGD hook.
 
 `python -m benchmarks.compression` trains a small network on scikit-learn's digits, on two gloo
 processes with a half of every batch each: by plain DistributedDataParallel, by it with its hook
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.ir.storage import REDUCED
 from autopar.pins import data_parallel
+from benchmarks import small_tasks
 from benchmarks.harness import PICTURES, write
 
 RANKS, BATCH, BLOCK, HELD_OUT, RATE = 2, 64, 20, 360, 3e-3
@@ -54,12 +55,9 @@ class Net(nn.Module):
 
 def digits() -> tuple[Tensor, Tensor]:
     """Images of handwritten digits, 8 by 8, and which they are, in a fixed random order."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(found.data, dtype=torch.float32) / 16
-    return images[order], torch.tensor(found.target)[order]
+    images, labels = small_tasks.digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return images[order], labels[order]
 
 
 def batches(steps: int, seed: int) -> Iterator[dict[str, Tensor]]:

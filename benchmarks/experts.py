@@ -1,4 +1,4 @@
-"""What tokens that travel to their experts change: `python benchmarks/experts.py [MODEL...]`.
+"""Compares plans with and without dispatch of tokens: `python benchmarks/experts.py [MODEL...]`.
 
 Published mixtures on 16 nodes of eight H100, a sample of 4096 tokens a device, planned with and
 without strategies that split tokens and experts along one axis. Seconds and bytes are simulated:

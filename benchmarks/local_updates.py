@@ -33,9 +33,10 @@ from torch.multiprocessing.spawn import spawn
 
 import autopar
 from autopar.errors import NonFiniteError
-from benchmarks.asynchronous import OPTIMIZERS, RATES, batches, net
+from benchmarks.asynchronous import OPTIMIZERS, RATES
 from benchmarks.harness import markdown, read, write
 from benchmarks.hosts import launch, two_hosts
+from benchmarks.small_tasks import batches, net
 
 RANKS, BLOCK = 4, 48  # replicas, and steps whose mean loss is written: all tau divide it
 TAUS = (1, 3, 6, 12, 24, 48)

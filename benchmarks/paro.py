@@ -36,7 +36,7 @@ def mesh() -> str:
 
 
 def rows_of(name: str) -> list[str] | str | None:
-    """What `collectives=` says for an algorithm."""
+    """Returns the rows of `collectives=` for an algorithm."""
     if name in ("auto", "library"):
         return "auto" if name == "auto" else None
     return [f"{kind} over {axes} from 0: {name}" for kind in KINDS for axes in AXES]

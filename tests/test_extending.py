@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.halves import HALVES
+
 FILES = {
     "rules/wave.py": '''
 """An operator of a user's own."""
@@ -126,34 +128,7 @@ FORM = Form(
     lambda part: ((), ()),
 )
 ''',
-    "compression/halves.py": '''
-"""The first half of a tensor, with what it leaves out fed back."""
-
-from autopar.ir.compression import Messages
-from autopar.ir.compression._method import Field
-
-EXAMPLE = "first half"
-
-
-class Half(Messages):
-    def __str__(self):
-        return EXAMPLE
-
-    def fields(self, n):
-        return (Field("", n // 2),)
-
-    def encode(self, x, kernels):
-        return (x[:, : x.shape[1] // 2],)
-
-    def decode(self, fields, n, kernels):
-        whole = fields[0].new_zeros(len(fields[0]), n)
-        whole[:, : n // 2] = fields[0]
-        return whole
-
-
-def read(text):
-    return Half() if text == EXAMPLE else None
-''',
+    "compression/halves.py": HALVES,
     "updates/signs.py": '''
 """Updates by the sign of the momentum, which is kept in a quarter of its bytes."""
 

@@ -28,7 +28,7 @@ class GradientsInAutocast:
 
     @property
     def off(self) -> bool:
-        """Whether gradients are switched off inside autocast now."""
+        """Returns whether gradients are switched off inside autocast now."""
         return bool(self._off) and not torch.is_grad_enabled()
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def fitted(self) -> bool:
-        """Whether it is of the half that constants are fitted to."""
+        """Returns whether it is of the half that constants are fitted to."""
         return hashlib.sha256(self.key.encode()).digest()[0] % 2 == 0
 
 

@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Products(Row):
-    """How matrix products use one device; formulas and reasons stand in cost/compute.py.
+    """Constants of matrix products on one device; cost/compute.py has formulas and reasons.
 
     Attributes:
         efficiency: share of the matmul peak that the largest tile attains in a short kernel.
@@ -115,7 +115,7 @@ class Products(Row):
 
 @dataclass(frozen=True)
 class Attention(Row):
-    """How fused attention uses one device; the formula stands in cost/attention_seconds.py.
+    """Constants of fused attention on one device; cost/attention_seconds.py has the formula.
 
     Attributes:
         efficiency: share of the matmul peak that the two products attain.
@@ -140,7 +140,7 @@ class Attention(Row):
 
 @dataclass(frozen=True)
 class Links(Row):
-    """How NCCL uses the links inside one device's node; see cost/protocol.py for the protocols.
+    """Constants of NCCL on the links inside one device's node; see cost/protocol.py.
 
     Attributes:
         ll_base, ll128_base, simple_base: seconds before the first byte of a ring.

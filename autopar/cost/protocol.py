@@ -20,7 +20,7 @@ US = 1e-6
 
 
 class Protocol(NamedTuple):
-    """How one protocol changes the figures of a level.
+    """Factors by which one protocol changes the figures of a level.
 
     Attributes:
         name: NCCL's name.

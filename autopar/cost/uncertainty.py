@@ -1,4 +1,4 @@
-"""How far predicted seconds may be off, from what the tables of kernels missed when held out.
+"""Uncertainty of predicted seconds, from the errors of the kernel tables on held-out data.
 
 The error of a sum is at most the sum of the errors: shapes repeat from layer to layer, so that
 their errors do not cancel. An error is a median: half of what was held out was nearer.

@@ -81,7 +81,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the plans agree."""
+        """Returns whether the plans agree."""
         figures = any(figure.before != figure.after for figure in self.figures)
         return not (self.head or self.pins or self.changes or figures)
 

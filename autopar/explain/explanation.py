@@ -204,7 +204,7 @@ class Explanation:
 
     @property
     def stale(self) -> bool:
-        """Whether the figures in the plan's file differ from those of its layouts."""
+        """Returns whether the figures in the plan's file differ from those of its layouts."""
         activations = self.memory["activations"]
         own = {
             "step_seconds": self.step,

@@ -42,7 +42,7 @@ class PlanDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether the plans agree."""
+        """Returns whether the plans agree."""
         changed = any(figure.before != figure.after for figure in self.figures)
         return not (self.head or self.stages or changed)
 

@@ -82,7 +82,7 @@ def remove(path: Path) -> None:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a folder of this name in a target is a draft, or was one."""
+    """Returns whether a folder of this name in a target is a draft, or was one."""
     return _TOKEN.fullmatch(name.removeprefix("new-")) is not None
 
 
@@ -305,7 +305,7 @@ def _at_work(folder: Path, top: Path, now: float) -> Owner | None:
 
 
 def _touched(folder: Path, top: Path) -> float:
-    """When something in a draft was last written, by the clock of its file system."""
+    """Returns the time at which a draft was last written, by the clock of its file system."""
     times = [0.0]
     with contextlib.suppress(OSError):
         times.append(os.lstat(top).st_mtime)

@@ -119,7 +119,7 @@ class Or:
     checks: tuple[Check, ...]
 
     def __call__(self, value: Any, /) -> Any:
-        """What the first check that takes it makes of it."""
+        """Returns the value as the first check that accepts it reads it."""
         for check in self.checks:
             try:
                 return check(value)
@@ -203,7 +203,7 @@ class Fields:
         self._known: list[str] = []
 
     def take(self, name: str, check: Callable[[Any], Any], default: Any = ...) -> Any:
-        """What a check makes of an entry, or the default where there is none; raises `error`."""
+        """Returns an entry as a check reads it, or the default without one; raises `error`."""
         self._known.append(name)
         label = self._prefix + name
         if name not in self._table:

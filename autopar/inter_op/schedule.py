@@ -124,7 +124,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether backwards are split into input (I) and weight (W) backwards."""
+        """Returns whether backwards are split into input (I) and weight (W) backwards."""
         return any(action.kind == "I" for row in self.rows for action in row)
 
     @cached_property

@@ -16,7 +16,7 @@ from autopar.ir.update import ADAMW, Update
 
 @dataclass(frozen=True)
 class Assumptions:
-    """How a model is trained.
+    """Settings of the training of a model.
 
     Attributes:
         update: how parameters are updated.

@@ -102,7 +102,7 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is an input, parameter or buffer, or received from another stage."""
+        """Returns whether it is an input, parameter or buffer, or received from another stage."""
         return self.op in LEAVES
 
     @property

@@ -36,7 +36,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the stages of a model have to do with one another.
+    """Connections between the stages of a model.
 
     Attributes:
         edges: which stage reads what which makes.
@@ -52,7 +52,7 @@ class Wiring:
         return cls(tuple(Edge(n, n + 1) for n in range(stages - 1)), ((),) * stages)
 
     def needs(self, action: Action) -> tuple[tuple[Action, ...], ...]:
-        """What must be done before a compute action can run; as `action.dependencies`."""
+        """Returns the actions that must precede a compute action; as `action.dependencies`."""
         kind, stage, batch, copy = action[:4]
         if kind == "F":
             return tuple((Action("F", m, batch, copy),) for m, r, _ in self.edges if r == stage)
@@ -71,7 +71,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What makes up for stale weights (arXiv:1910.05124, section 3).
+    """Corrections for stale weights (arXiv:1910.05124, section 3).
 
     Attributes:
         delays: by how many updates the weights of each stage's forwards are behind, on average.
@@ -91,7 +91,7 @@ class Adjustment:
         return math.pow(max(self.delays[stage], 1.0), update / self.annealed - 1.0)
 
     def kept(self, stage: int) -> float:
-        """Which part of its velocity a stage keeps in an update."""
+        """Returns the share of its velocity that a stage keeps in an update."""
         return math.pow(self.decay, 1 / self.delays[stage])
 
 
@@ -123,7 +123,7 @@ class Step:
 
     @property
     def flushes(self) -> bool:
-        """Whether every period ends with an update of all stages."""
+        """Returns whether every period ends with an update of all stages."""
         return flushes(self.rows)
 
     def peer(self, action: Action) -> int:
@@ -141,7 +141,7 @@ class Step:
 
 
 def flushes(rows: Sequence[Row]) -> bool:
-    """Whether rows end with an update of all stages, so that nothing is under way behind them."""
+    """Returns whether rows end with an update of all stages, with nothing left in flight."""
     updates = [action.microbatch == ALL for row in rows for action in row if action.kind == UPDATE]
     return all(updates)
 

@@ -157,7 +157,7 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled, so that small gradients do not vanish in float16."""
+        """Returns whether the loss is scaled, so that small gradients do not vanish in float16."""
         return self.compute == "f16"
 
     def has_master(self, tensor: TensorType, trained: bool = True) -> bool:

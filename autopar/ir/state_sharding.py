@@ -144,7 +144,7 @@ class StateSharding:
 
     @property
     def grouped(self) -> bool:
-        """Whether it uses groups, so that traffic over all devices takes two hops."""
+        """Returns whether it uses groups, so that traffic over all devices takes two hops."""
         return "I" in (self.params, self.grads, self.optimizer)
 
     def axes(self, state: str, mesh: Mesh, inter: tuple[str, ...]) -> tuple[str, ...]:

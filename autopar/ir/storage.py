@@ -181,7 +181,7 @@ class Storage:
 
     @property
     def moves(self) -> bool:
-        """Whether operators use anything but the stored tensor."""
+        """Returns whether operators use anything but the stored tensor."""
         return bool(self.used.varying) or self.used.dims != self.held.dims
 
     def axes(self, state: str) -> tuple[str, ...]:

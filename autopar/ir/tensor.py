@@ -50,7 +50,7 @@ class TensorType:
 
     @property
     def floating(self) -> bool:
-        """Whether a gradient can flow through it."""
+        """Returns whether a gradient can flow through it."""
         return self.dtype[0] in "fbc" and self.dtype != "bool"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What an expert computes between its products, as text: "mul(silu(gate), up)".
+"""Computation of an expert between its products, as text: "mul(silu(gate), up)".
 
 `gate` and `up` are the first products of an expert's rows, each [rows, inner]; the text is a
 function of them, element by element, in a few functions of torch. A name alone, "silu", stands for

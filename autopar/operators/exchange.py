@@ -33,7 +33,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class _Look:
-    """How an operator runs on shards that looks into dimensions of an operand, mostly the first.
+    """Form on shards of an operator that looks into dimensions of an operand, mostly the first.
 
     Attributes:
         method: method of `Across`.

@@ -1,4 +1,4 @@
-"""How often the experts of a mixture are chosen: equally, by Zipf's law, or as measured.
+"""Frequencies of the experts of a mixture: equal, by Zipf's law, or as measured.
 
     "equal"              every expert as often as the others
     "zipf 0.8"           expert i in proportion to 1 / (i + 1) ** 0.8, popular ones side by side

@@ -49,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Body:
-    """What an expert computes.
+    """Computation of an expert.
 
     Attributes:
         into, out: its products.

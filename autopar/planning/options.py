@@ -155,12 +155,12 @@ class Options:
 
     @property
     def searches_stages(self) -> bool:
-        """Whether stages, microbatches and schedule are searched for together."""
+        """Returns whether stages, microbatches and schedule are searched for together."""
         return self.stages == AUTO
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the plan has a schedule of stages and microbatches."""
+        """Returns whether the plan has a schedule of stages and microbatches."""
         return (self.stages, self.microbatches, self.schedule) != (1, 1, SCHEDULE)
 
     def __getstate__(self) -> dict[str, Any]:

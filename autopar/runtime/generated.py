@@ -128,12 +128,12 @@ class Generated:
 
     @property
     def described(self) -> tuple[object, ...]:
-        """What a program does, as far as it is not its code: layouts, precision, its parameters."""
+        """Text of everything but its code: layouts, precision and parameters."""
         return self.mesh, self.inputs, self.received, self.outputs, self.parameters, self.precision
 
     @property
     def stows(self) -> bool:
-        """Whether activations are offloaded between forward and backward."""
+        """Returns whether activations are offloaded between forward and backward."""
         return "stowed" in self.module.forward.__code__.co_names
 
     def forward(

@@ -58,7 +58,7 @@ _COLUMNS = 88  # width of the schedule's picture
 
 @dataclass(frozen=True)
 class Running:
-    """How a compiled program runs; see `autopar.compile`.
+    """Settings with which a compiled program runs; see `autopar.compile`.
 
     Attributes:
         backend: "eager", "aot_eager" or "inductor".

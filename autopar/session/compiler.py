@@ -49,14 +49,14 @@ class Compiler:
 
     @property
     def has_stages(self) -> bool:
-        """Whether its programs have more than one stage."""
+        """Returns whether its programs have more than one stage."""
         if self.plan is not None:
             return len(self.plan.stages) > 1
         return self.options.stages != 1
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether its programs run a schedule of stages and microbatches."""
+        """Returns whether its programs run a schedule of stages and microbatches."""
         return self.options.is_pipeline if self.plan is None else self.plan.is_pipeline
 
     def __call__(self, call: Call) -> Compiled:

@@ -31,7 +31,7 @@ from autopar.simulate.timeline import Memory, Span, Timeline
 
 
 class Prices(Protocol):
-    """What the engine asks of a cost model, in seconds for a device that does nothing else."""
+    """Prices that the engine needs, in seconds for a device that does nothing else."""
 
     def compute(self, work: Work) -> float:
         """Seconds of one kernel."""
@@ -53,7 +53,7 @@ class Prices(Protocol):
 def run(
     tasks: Sequence[Task], model: Prices, slowdown: float, host: Host | None = None
 ) -> Timeline:
-    """When each task begins and ends, and what memory it takes.
+    """Start, end and memory of each task.
 
     Args:
         tasks: of one device, those of each stream in their order.
@@ -218,7 +218,7 @@ class _Engine:
         self._issue()
 
     def _rates(self) -> dict[str, float]:
-        """How fast each running task goes, 1 for one that has the device to itself."""
+        """Returns the speed of each running task, 1 if it has the device to itself."""
         if len(self.running) == 1:
             return dict.fromkeys(self.running, 1.0)
         busy: dict[str, int] = {}

@@ -27,7 +27,7 @@ from autopar.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class Updated:
-    """What this device updates of a parameter.
+    """Part of a parameter that this device updates.
 
     Attributes:
         name: of the node.
@@ -52,7 +52,7 @@ class Updated:
 
 
 def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
-    """What a device updates of a parameter, under the storage that a plan gives it.
+    """Returns the part of a parameter that a device updates, under the plan's storage.
 
     Args:
         graph: prepared.
@@ -68,7 +68,7 @@ def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
 def updated_in(
     storage: Storage, node: Node, mesh: Mesh, precision: Precision, rule: Rule
 ) -> Updated:
-    """What a device updates of a parameter that lies in a storage, by a rule."""
+    """Returns the part of a parameter that a device updates, given its storage and rule."""
     own = precision.updated(node.type, node.requires_grad)
     nbytes = float(storage.updated.local_bytes(own, mesh))
     hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)

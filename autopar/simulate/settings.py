@@ -1,4 +1,4 @@
-"""What a simulated step depends on beside graph and plan."""
+"""Settings of a simulated step besides graph and plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OVERLAPS = ("gradient", "parameter", "refetch")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step depends on beside graph and plan.
+    """Settings of a step besides graph and plan.
 
     Attributes:
         update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
@@ -34,7 +34,7 @@ class Settings:
 
 
 def settings_on(name: str) -> Settings:
-    """How a program runs on a kind of device, "cpu" or an accelerator's name.
+    """Returns the settings of a kind of device, "cpu" or an accelerator's name.
 
     On accelerators torch updates all parameters at once, and the program waits neither for
     gradients nor for the parameters of the next block; on the CPU for all but these.

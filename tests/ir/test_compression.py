@@ -19,6 +19,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel
+from tests.support.halves import HALVES
 
 MATRIX = TensorType("f32", (1000, 600))
 N = 600_000
@@ -114,36 +115,6 @@ def test_a_plan_counts_residuals_and_says_that_numerics_change(state: str) -> No
 def test_a_plan_says_by_itself_how_gradients_go() -> None:
     with pytest.raises(PlanMismatchError, match="precision"):
         autopar.compile(model(), "cpu: gpu=1", plan=planned("1-bit", "ddp"), gradients="int8")
-
-
-HALVES = '''
-"""The first half of a tensor, with what it leaves out fed back."""
-
-from autopar.ir.compression import Messages
-from autopar.ir.compression._method import Field
-
-EXAMPLE = "first half"
-
-
-class Half(Messages):
-    def __str__(self):
-        return EXAMPLE
-
-    def fields(self, n):
-        return (Field("", n // 2),)
-
-    def encode(self, x, kernels):
-        return (x[:, : x.shape[1] // 2],)
-
-    def decode(self, fields, n, kernels):
-        whole = fields[0].new_zeros(len(fields[0]), n)
-        whole[:, : n // 2] = fields[0]
-        return whole
-
-
-def read(text):
-    return Half() if text == EXAMPLE else None
-'''
 
 
 def test_one_more_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

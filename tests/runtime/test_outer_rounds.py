@@ -115,9 +115,9 @@ def test_a_method_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "halving.py").write_text(
         textwrap.dedent(
             """
-            from autopar.runtime.outer.method import Method
+            from autopar.runtime.outer.method import PromptMethod
 
-            class Halving(Method):
+            class Halving(PromptMethod):
                 NAME = "halving"
 
                 def update(self, x, average, states, now):

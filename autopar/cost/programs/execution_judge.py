@@ -98,7 +98,7 @@ class _Trial:
                 yield self._place(rank, "i", chunk), _Cell(frozenset({(rank, chunk)}))
 
     def _place(self, rank: int, buffer: str, chunk: int) -> Place:
-        """Where a chunk lies: in place, input and output are one buffer."""
+        """Returns the place of a chunk: in place, input and output are one buffer."""
         if rank >= len(self.plan.gpus):
             raise self._wrong(f"there is no rank {rank}", f"there are {len(self.plan.gpus)}")
         gpu = self.plan.gpus[rank]
@@ -283,7 +283,7 @@ class _Trial:
         return True
 
     def _there(self, operation: Operation, places: Sequence[Place]) -> bool:
-        """Whether the packets that an operation reads have arrived."""
+        """Returns whether the packets that an operation reads have arrived."""
         if operation.name not in _READS_PACKETS:
             return True
         scratch = [place for place in places if place[1] == "s"]
@@ -356,7 +356,7 @@ class _Trial:
                 )
 
     def _wanted(self) -> Iterator[tuple[int, str, int, Value]]:
-        """What each GPU must have at the end."""
+        """Yields the chunks that each GPU must have at the end."""
         gpus, kind = self.plan.gpus, self.plan.collective
         ranks = range(len(gpus))
         result = "i" if self.plan.inplace and kind == "allreduce" else "o"

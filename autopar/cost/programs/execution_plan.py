@@ -109,7 +109,7 @@ class Threadblock:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU does.
+    """Operations of one GPU.
 
     Attributes:
         inputs, outputs, scratch: numbers of chunks of its buffers.

@@ -114,7 +114,7 @@ class _Writer:
                 yield _NOP
 
     def _put(self, rank: int, message: Message, at: int) -> Iterator[Operation]:
-        """What brings a message to its target, runs of neighbours at a time."""
+        """Yields operations that bring a message to its target, runs of neighbours at a time."""
         places = []
         for place, chunk in enumerate(message.chunks):
             there = ("s", at + place) if message.adds else self._home(message.target, chunk)

@@ -36,7 +36,7 @@ class StageWeights:
 
     @property
     def consistent(self) -> bool:
-        """Whether every backward uses the weights of its forward."""
+        """Returns whether every backward uses the weights of its forward."""
         return all(self.forwards[batch] == version for batch, version in self.backwards.items())
 
 

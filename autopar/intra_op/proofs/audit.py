@@ -51,7 +51,7 @@ class Finding:
 
     @property
     def telling(self) -> bool:
-        """Whether the rule or its example should be changed."""
+        """Returns whether the rule or its example should be changed."""
         return not self.strategies or (self.holds and not self.reason)
 
 

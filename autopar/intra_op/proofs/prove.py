@@ -55,7 +55,7 @@ class Report:
 
     @property
     def proved(self) -> bool:
-        """Whether at least one strategy ran and none was wrong."""
+        """Returns whether at least one strategy ran and none was wrong."""
         return self.strategies > 0 and not self.failures
 
     def __str__(self) -> str:

@@ -88,12 +88,12 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether the gap is closed or time is up."""
+        """Returns whether the gap is closed or time is up."""
         return self.proved or self.left() == 0
 
     @property
     def proved(self) -> bool:
-        """Whether price and bound are within the gap."""
+        """Returns whether price and bound are within the gap."""
         return self.price < math.inf and self.price - self.bound <= self.gap * abs(self.price)
 
     def raise_bound(self, bound: float) -> None:

@@ -1,4 +1,4 @@
-"""How gradients are compressed: every module of this folder whose name begins with a letter is one.
+"""Methods that compress gradients: every module of this folder whose name begins with a letter.
 
 A module has an `EXAMPLE` of how a user writes its method, and a function that reads such a text:
 

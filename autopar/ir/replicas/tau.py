@@ -22,7 +22,7 @@ _LOSS, _INVERSE = "loss", "1/loss"
 
 @dataclass(frozen=True)
 class Tau:
-    """How many steps a round has; `str(tau)` parses back to an equal value.
+    """Number of steps of a round; `str(tau)` parses back to an equal value.
 
     Post-local SGD (Lin et al., arXiv:1808.07217) begins with `first` until step `until`. By "loss"
     is AdaComm's rule with a constant rate (Wang & Joshi, arXiv:1810.08313, equation 17); by

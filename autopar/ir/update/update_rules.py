@@ -76,7 +76,7 @@ class State:
 
     @property
     def like(self) -> bool:
-        """Whether it has an element for every element of the parameter."""
+        """Returns whether it has an element for every element of the parameter."""
         return self.extents == ANY
 
     def nbytes(self, tensor: TensorType) -> float:
@@ -133,7 +133,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Rule:
-    """How parameters of one kind are updated; see the module.
+    """Update of parameters of one kind; see the module.
 
     Attributes:
         states: states of each.
@@ -188,7 +188,7 @@ class Rule:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether the owner of a split parameter keeps its states whole."""
+        """Returns whether the owner of a split parameter keeps its states whole."""
         return self.needs == WHOLE
 
     def local_nbytes(self, own: TensorType, part: TensorType, devices: int) -> float:
@@ -270,12 +270,12 @@ class Update:
 
     @cached_property
     def mixes(self) -> bool:
-        """Whether some parameters are updated as a whole, not each element by itself."""
+        """Returns whether some parameters are updated as a whole, not each element by itself."""
         return any(rule.needs for rule in self.rules)
 
     @property
     def averages(self) -> bool:
-        """Whether an average of every parameter is kept."""
+        """Returns whether an average of every parameter is kept."""
         return any(state.name == AVERAGE for rule in self.rules for state in rule.states)
 
     def rule(self, name: str, shape: Sequence[int]) -> Rule:

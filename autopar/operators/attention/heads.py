@@ -21,7 +21,7 @@ Run = tuple[int, int]  # first and number
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads of a tensor each device gets, and which positions each had.
+    """Heads of a tensor that each device gets, and positions that each had.
 
     Attributes:
         heads: of each device; they may overlap.

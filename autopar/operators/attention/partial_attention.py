@@ -20,7 +20,7 @@ from autopar.operators.peer_devices import widened
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention computes, whichever keys it sees.
+    """Options of attention that hold for any part of the keys.
 
     Attributes:
         scale: factor of the products; None for 1 / sqrt(width of a head).

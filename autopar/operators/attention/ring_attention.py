@@ -21,7 +21,7 @@ from autopar.operators.attention.partial_attention import (
     partial_attention,
     partial_gradients,
 )
-from autopar.operators.attention.sequences import Order, length
+from autopar.operators.attention.sequences import Order, contiguous, length
 from autopar.operators.peer_devices import Peers, widened
 
 
@@ -32,6 +32,11 @@ class Ring:
     peers: Peers
     queries: Order
     keys: Order
+
+    @classmethod
+    def of_parts(cls, peers: Peers, size: tuple[int, int]) -> Ring:
+        """Returns the ring of devices with contiguous parts of so many queries and keys."""
+        return cls(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
 
     def source(self, turn: int) -> int:
         """Returns whose keys this device has in a turn."""

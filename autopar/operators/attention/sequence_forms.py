@@ -1,4 +1,4 @@
-"""What the forms of attention that split the sequence have in common: layouts, calls, figures.
+"""Layouts, calls and figures that all forms of attention with a split sequence share.
 
 Queries, keys, values and results are split alike by positions; queries and keys may differ in
 number. Dropout draws numbers by position and stays with attention as it is.

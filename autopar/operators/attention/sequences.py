@@ -1,4 +1,4 @@
-"""Which positions each device of a group has, and tensors dealt from one such order to another.
+"""Positions that each device of a group has, and exchanges from one such order to another.
 
 In a contiguous order device i has the i-th part of the sequence. In a zigzag order of n devices it
 has the parts i and 2n - 1 - i of 2n, so that a causal mask leaves all devices equally much to do

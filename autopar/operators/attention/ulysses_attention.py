@@ -13,6 +13,7 @@ from autopar.ir.graph import Node
 from autopar.operators.attention.heads import Heads, to_heads, to_rows
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, ring_attention
+from autopar.operators.attention.sequence_forms import specified
 from autopar.operators.form import Part, Types
 from autopar.operators.peer_devices import Peers
 
@@ -67,7 +68,13 @@ def _of_each(x: Tensor, own: tuple[int, int], share: int, start: int) -> Tensor:
     return x[..., [head // share - start for head in range(own[0], sum(own))], :, :]
 
 
-def exchangeable(node: Node, types: Types) -> bool:
+def exchanged_spec(node: Node, types: Types) -> str:
+    """Returns the factor string, "" if heads cannot be exchanged for positions."""
+    spec = specified(mask=("q!", "u!"))
+    return spec(node, types) if _exchangeable(types) else ""
+
+
+def _exchangeable(types: Types) -> bool:
     """Returns whether queries, keys and values have heads that can be exchanged for positions."""
     ranks = {len(t.shape) for t in types[:3]}
     if len(ranks) > 1 or ranks.pop() < 3:

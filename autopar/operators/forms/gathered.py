@@ -24,7 +24,6 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.sequences import contiguous
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
 from autopar.operators.peer_devices import Axes, Devices
@@ -43,7 +42,7 @@ def _run(
 ) -> Tensor:
     """Attention whose sequence is split: all keys and values are gathered at once."""
     peers = mesh.group(axis)
-    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    ring = Ring.of_parts(peers, size)
     return gathered_attention(query, key, value, mask, Attention.of(**how), ring)
 
 

@@ -20,7 +20,6 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.sequences import contiguous
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
 from autopar.operators.peer_devices import Axes, Devices
@@ -39,7 +38,7 @@ def _run(
 ) -> Tensor:
     """Attention whose sequence is split: n - 1 hops of keys and values around a ring."""
     peers = mesh.group(axis)
-    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    ring = Ring.of_parts(peers, size)
     return ring_attention(query, key, value, mask, Attention.of(**how), ring)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.ir.graph import Node
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
@@ -16,17 +15,16 @@ from autopar.operators.attention.sequence_forms import (
     kernels,
     scores_bytes,
     sends_for_heads,
-    specified,
     split,
     written,
 )
 from autopar.operators.attention.ulysses_attention import (
     enough_heads,
-    exchangeable,
+    exchanged_spec,
     ulysses_attention,
 )
 from autopar.operators.device_work import NodeWork
-from autopar.operators.form import Calls, Form, Part, Types
+from autopar.operators.form import Calls, Form, Part
 from autopar.operators.peer_devices import Axes, Devices
 
 
@@ -44,11 +42,6 @@ def _run(
     """Attention whose sequence is split: two exchanges of sequences for heads."""
     tensors = query, key, value
     return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis), None, size)
-
-
-def _spec(node: Node, types: Types) -> str:
-    spec = specified(mask=("q!", "u!"))
-    return spec(node, types) if exchangeable(node, types) else ""
 
 
 def _fits(part: Part) -> bool:
@@ -78,7 +71,7 @@ NEEDS = "a sequence that is split, a head of queries for each device along its a
 FORM = Form(
     "ulysses",
     ATTENTION,
-    _spec,
+    exchanged_spec,
     _fits,
     NEEDS,
     "ulysses_attention",

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.ir.graph import Node
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring
 from autopar.operators.attention.sequence_forms import (
@@ -23,18 +22,16 @@ from autopar.operators.attention.sequence_forms import (
     kernels,
     scores_bytes,
     sends_for_heads,
-    specified,
     split,
     written,
 )
-from autopar.operators.attention.sequences import contiguous
 from autopar.operators.attention.ulysses_attention import (
     enough_heads,
-    exchangeable,
+    exchanged_spec,
     ulysses_attention,
 )
 from autopar.operators.device_work import NodeWork
-from autopar.operators.form import Calls, Form, Part, Types
+from autopar.operators.form import Calls, Form, Part
 from autopar.operators.peer_devices import Axes, Devices
 
 
@@ -51,18 +48,13 @@ def _run(
 ) -> Tensor:
     """Attention whose sequence is split over axes: a ring of groups that exchange heads."""
     peers = mesh.group(axis[:-1])
-    ring = Ring(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
+    ring = Ring.of_parts(peers, size)
     start, count = ring.queries[peers.index][0]
     if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
         mask = mask.narrow(-2, start, count)
     own = count, ring.keys[peers.index][0][1]
     tensors = query, key, value
     return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis[-1]), ring, own)
-
-
-def _spec(node: Node, types: Types) -> str:
-    spec = specified(mask=("q!", "u!"))
-    return spec(node, types) if exchangeable(node, types) else ""
 
 
 def _fits(part: Part) -> bool:
@@ -109,7 +101,7 @@ NEEDS = (
 FORM = Form(
     "ulysses ring",
     ATTENTION,
-    _spec,
+    exchanged_spec,
     _fits,
     NEEDS,
     "ulysses_ring_attention",

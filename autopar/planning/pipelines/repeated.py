@@ -21,7 +21,7 @@ Figures = dict[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Repeated:
-    """How often a stage runs in a step, and what else its device holds.
+    """Number of runs of a stage in a step, and the other memory of its device.
 
     Attributes:
         microbatches: number of microbatches in a step.

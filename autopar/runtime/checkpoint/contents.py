@@ -88,7 +88,7 @@ class Held:
 
     @property
     def stateless(self) -> bool:
-        """Whether another rank has the optimizer's state of it, whole."""
+        """Returns whether another rank has the optimizer's state of it, whole."""
         return self.dealt is not None and self.dealt.rule.keeps_whole and self.dealt.whole is None
 
     def _box(self, layout: Layout) -> Box:

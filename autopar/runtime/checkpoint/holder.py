@@ -1,4 +1,4 @@
-"""What checkpoints need of a program that is to be saved and loaded."""
+"""Protocols of programs that checkpoints save and load."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Holder(Protocol):
         """Ends what is under way."""
 
     def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
-        """What is under way: a record of bytes, and tensors; None for nothing."""
+        """Returns the work in flight as a record of bytes and tensors; None if there is none."""
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
         """Goes on with what was under way in a program of the same fingerprint."""

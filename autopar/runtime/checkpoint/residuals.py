@@ -1,4 +1,4 @@
-"""What compressed reductions keep from step to step, in a checkpoint.
+"""Residuals of compressed reductions, which pass from step to step, in a checkpoint.
 
 Every device has a residual of its own: of a parameter of shape (a, b) they are saved as one tensor
 (devices, a, b). A program on the same mesh with the same reductions goes on with them to the bit.
@@ -41,7 +41,7 @@ class _Holder(NamedTuple):
 
     @property
     def memory(self) -> Memory:
-        """What is kept of it."""
+        """Part of it that is kept."""
         return self.weight.memory
 
     @property
@@ -105,7 +105,7 @@ def residual_parts(held: Sequence[Held]) -> list[Part]:
 
 
 class Residuals:
-    """What compressed reductions kept, to be read from a checkpoint and then put in its place.
+    """Residuals of compressed reductions, read from a checkpoint and then put in place.
 
     Args:
         held: the parameters of this rank.

@@ -1,4 +1,4 @@
-"""What is under way between two steps of an asynchronous pipeline, as tensors of a checkpoint.
+"""Work in flight between two steps of an asynchronous pipeline, as tensors of a checkpoint.
 
 Every rank saves its own under its number. Only a program of the same stages, devices and schedule
 can take it.

@@ -207,7 +207,7 @@ class LocalUpdates:
 
     @property
     def loaded(self) -> bool:
-        """Whether values have been loaded."""
+        """Returns whether values have been loaded."""
         return self.program.loaded
 
     @loaded.setter

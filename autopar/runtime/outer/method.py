@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -66,8 +66,7 @@ class Now:
 class Method(ABC):
     """An outer method with its settings. It works elementwise on flat tensors.
 
-    Each module in `methods/` defines one subclass. A `late` method overrides `exchange`, any other
-    overrides `update`.
+    Each module in `methods/` defines one subclass of `PromptMethod` or `LateMethod`.
 
     Args:
         given: options as texts, by name.
@@ -123,7 +122,7 @@ class Method(ABC):
 
     @property
     def quantised(self) -> bool:
-        """Whether messages are blocks of int8."""
+        """Returns whether messages are blocks of int8."""
         return False
 
     def beside(self, update: Update) -> Update:
@@ -141,10 +140,21 @@ class Method(ABC):
         """Returns a new tensor to average over the replicas, given parameters x."""
         return x.clone()
 
+
+class PromptMethod(Method):
+    """An outer method that applies an average when it arrives, at the end of its round."""
+
+    @abstractmethod
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
         """Changes parameters x and the states in place, given the average of `outgoing`."""
-        raise NotImplementedError
 
+
+class LateMethod(Method):
+    """An outer method that applies an average one round after its reduction started."""
+
+    late = True
+
+    @abstractmethod
     def exchange(
         self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
     ) -> None:
@@ -157,4 +167,3 @@ class Method(ABC):
             states: by name.
             now: the learning rates.
         """
-        raise NotImplementedError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.ir.replicas.tau import MOST, Tau
 from autopar.runtime.outer.buckets import Bucket
-from autopar.runtime.outer.method import Method, Now
+from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
 from autopar.runtime.ranks.channel import Channel, Waiting
 
 EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
@@ -114,11 +114,10 @@ class Rounds:
         self.highest = max(self.highest, rate)
         now = Now(rate, self.highest or 1.0)
         self._look()
-        if self.method.late:
-            if self.at >= self.report.tau:
-                self._exchange(now)
-        else:
-            self._prompt(now)
+        if isinstance(self.method, PromptMethod):
+            self._prompt(self.method, now)
+        elif isinstance(self.method, LateMethod) and self.at >= self.report.tau:
+            self._exchange(self.method, now)
         if self.at >= self.report.tau:
             self._end()
 
@@ -129,38 +128,38 @@ class Rounds:
 
     # Synchronisation ------------------------------------------------------------------------------
 
-    def _prompt(self, now: Now) -> None:
+    def _prompt(self, method: PromptMethod, now: Now) -> None:
         """Sends and applies the fragments that are due."""
-        tau, count = self.report.tau, self.method.fragments
+        tau, count = self.report.tau, method.fragments
         changed = False
         for fragment in range(count):
             due = -(-(fragment + 1) * tau // count)
             own = [bucket for bucket in self.buckets if bucket.fragment == fragment]
-            if self.at == max(1, due - self.method.delay) and due != self.at:
+            if self.at == max(1, due - method.delay) and due != self.at:
                 self._depart()
                 for bucket in own:
-                    self._send(bucket, self.method.outgoing(bucket.values(), bucket.states))
+                    self._send(bucket, method.outgoing(bucket.values(), bucket.states))
             if self.at == due:
                 for bucket in own:
-                    self._use(bucket, now)
+                    self._use(method, bucket, now)
                 changed = True
         if changed:
             self._settle()
 
     @torch.no_grad()
-    def _use(self, bucket: Bucket, now: Now) -> None:
+    def _use(self, method: PromptMethod, bucket: Bucket, now: Now) -> None:
         values = bucket.values()
         if bucket.message is None:
             self._depart()
-            self._send(bucket, self.method.outgoing(values, bucket.states))
+            self._send(bucket, method.outgoing(values, bucket.states))
         self._arrive(bucket)
         assert bucket.message is not None
-        self.method.update(values, bucket.message, bucket.states, now)
+        method.update(values, bucket.message, bucket.states, now)
         bucket.give(values)
         bucket.message = None
 
     @torch.no_grad()
-    def _exchange(self, now: Now) -> None:
+    def _exchange(self, method: LateMethod, now: Now) -> None:
         """Ends a round of a late method."""
         for bucket in self.buckets:
             arrived = bucket.message is not None
@@ -168,7 +167,7 @@ class Rounds:
             values = bucket.values()
             if bucket.message is None:
                 bucket.message = torch.empty_like(values)
-            self.method.exchange(values, bucket.message, arrived, bucket.states, now)
+            method.exchange(values, bucket.message, arrived, bucket.states, now)
             bucket.give(values)
         self._note()
         self._depart()

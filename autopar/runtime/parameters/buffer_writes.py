@@ -43,9 +43,3 @@ class Writes:
     def drop(self) -> None:
         """Discards the new values."""
         self._new.clear()
-
-    def apart(self, value: Tensor) -> Tensor:
-        """Returns a result that `settle` does not change: itself, or a copy of a stored tensor."""
-        storage = value.untyped_storage().data_ptr()
-        held = (self._named[key].untyped_storage().data_ptr() for key in self._new)
-        return value.clone() if storage in held else value

@@ -71,7 +71,7 @@ class Parameter:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of it in another dtype."""
+        """Returns whether the optimizer updates a copy of it in another dtype."""
         return self.precision.has_master(self.type, self.trainable)
 
     @property

@@ -45,7 +45,7 @@ class Placement:
 
     @cached_property
     def flushes(self) -> bool:
-        """Whether a step ends with an update of all stages."""
+        """Returns whether a step ends with an update of all stages."""
         return flushes(self.rows)
 
     def on(self, ranks: Sequence[int]) -> Placement:

@@ -112,7 +112,7 @@ class Stage:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this device reports the stage's loss; only one of several equal ones does."""
+        """Returns whether this device reports the stage's loss; one of several equal ones does."""
         if self.module.loss is None:
             return False
         _, _, layout = self.module.outputs[self.module.loss]

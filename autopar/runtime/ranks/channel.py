@@ -51,7 +51,7 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """Whether the process group is closed."""
+        """Returns whether the process group is closed."""
         return self._handle() is None
 
     def take(self) -> dist.ProcessGroup | None:

@@ -18,7 +18,7 @@ from autopar.runtime.ranks.record import Record
 
 @dataclass(frozen=True)
 class Dump:
-    """Where and when ranks write their records; for `compile(dump=...)`.
+    """Settings of the ranks' records, for `compile(dump=...)`: their place and time.
 
     Attributes:
         folder: folder for the files of all ranks; by default one in the system's folder for

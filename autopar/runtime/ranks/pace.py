@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """How often a rank looks for failures of others, and how long it waits, in seconds.
+    """Intervals in seconds at which a rank looks for failures of others and gives up waiting.
 
     Attributes:
         interval: between looks.

@@ -54,7 +54,7 @@ class Dealt:
 
 
 class Owners:
-    """What ranks of one mesh update for one another.
+    """Updates that ranks of one mesh make for one another.
 
     Args:
         weights: parameters of a program.

@@ -48,12 +48,12 @@ class Scaler:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped; waits for the device."""
+        """Returns whether the last step was skipped; waits for the device."""
         return bool(self._skipped)
 
     @property
     def useful(self) -> Tensor:
-        """Whether the scale may be to blame for an overflow, bool[] on the device.
+        """Returns whether the scale may be to blame for an overflow, bool[] on the device.
 
         Below 1e-4 it is the model's own (fairseq's `min_loss_scale`).
         """

@@ -94,7 +94,7 @@ class StepCheck:
 
     @property
     def wanted(self) -> bool:
-        """Whether a step that is not finite is not made."""
+        """Returns whether a step that is not finite is not made."""
         return self.policy != "continue"
 
     @property

@@ -1,4 +1,4 @@
-"""Outer methods: every module of this folder defines one subclass of `Method`."""
+"""Outer methods: every module of this folder defines a `PromptMethod` or a `LateMethod`."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import OFF, Method, Now, Option
+from autopar.runtime.outer.method import OFF, LateMethod, Now, Option
 
 _RATE = "rate"
 
 
-class CO2(Method):
+class CO2(LateMethod):
     """Applies outer momentum to averages that are one round old."""
 
     NAME = "co2"
@@ -36,7 +36,6 @@ class CO2(Method):
     }
     STATES = ("anchor", "momentum")
     CHANGES = "replicas take tau steps apart, and an outer momentum uses averages a round late"
-    late = True
 
     def exchange(
         self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Method, Now, Option
+from autopar.runtime.outer.method import Now, Option, PromptMethod
 
 
-class DiLoCo(Method):
+class DiLoCo(PromptMethod):
     """Applies outer SGD with Nesterov momentum to averaged differences."""
 
     NAME = "diloco"
@@ -50,7 +50,7 @@ class DiLoCo(Method):
 
     @property
     def quantised(self) -> bool:
-        """Whether differences are sent as int8 blocks."""
+        """Returns whether differences are sent as int8 blocks."""
         return self.options["message"] == "int8"
 
     def outgoing(self, x: Tensor, states: Mapping[str, Tensor]) -> Tensor:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Method, Now
+from autopar.runtime.outer.method import Now, PromptMethod
 
 
-class Local(Method):
+class Local(PromptMethod):
     """Sets x = mean(x) at the end of a round."""
 
     NAME = "local"

@@ -13,17 +13,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Method, Now, Option
+from autopar.runtime.outer.method import LateMethod, Now, Option
 
 
-class Overlap(Method):
+class Overlap(LateMethod):
     """Pulls replicas towards an anchor that follows their average, one round late."""
 
     NAME = "overlap"
     OPTIONS = {"alpha": Option(0.6, 0.0, 1.0), "beta": Option(0.7, 0.0, 1.0)}  # noqa: RUF012
     STATES = ("anchor", "momentum")
     CHANGES = "replicas stay different, and are pulled to an average that is a round old"
-    late = True
 
     @property
     def states(self) -> tuple[str, ...]:

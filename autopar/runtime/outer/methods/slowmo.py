@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Method, Now, Option
+from autopar.runtime.outer.method import Now, Option, PromptMethod
 
 
-class SlowMo(Method):
+class SlowMo(PromptMethod):
     """Applies slow momentum to the average of each round."""
 
     NAME = "slowmo"
