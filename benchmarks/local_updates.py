@@ -1,20 +1,22 @@
 """Replicas that train apart: how they converge, how fast they are on slow networks, and Muon.
 
 `python benchmarks/local_updates.py convergence` trains a small network on digits and on characters
-of Python's help pages as four replicas, by every outer method and number of local steps, with SGD and
-AdamW and three seeds. Parts take about two minutes: `--data digits --optimizers sgd`.
+of Python's help pages as four replicas, by every outer method and number of local steps, with SGD
+and AdamW and three seeds. `--data digits --optimizers sgd` is one of four parts.
 
 `python benchmarks/local_updates.py confirm` compares runs of every method with those of four gloo
 processes.
 
-`python benchmarks/local_updates.py throughput --rates 100mbit` runs two emulated hosts behind a slow
-link (network namespaces; needs root) and writes samples per second of each method, of data
-parallelism and of ZeRO, beside those of hosts that never synchronise. `--methods co2,local` runs some.
+`python benchmarks/local_updates.py throughput --rates 100mbit` runs two emulated hosts behind a
+slow link (network namespaces; needs root) and writes samples per second of each method, of data
+parallelism and of ZeRO, beside those of hosts that never synchronise. `--methods co2,local` runs
+some of them.
 
 `python benchmarks/local_updates.py muon` writes Muon's seconds, bytes and parity, and
 `python benchmarks/local_updates.py published` CO2's throughputs beside predictions.
 
-`python benchmarks/local_updates.py --table` prints the tables of docs/results, and `--picture` draws.
+`python benchmarks/local_updates.py --table` prints the tables of docs/results, and `--picture`
+draws.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trains small networks by every outer method, for `benchmarks/local_updates.py`.
 
 Replicas, seeds, methods and numbers of local steps are rows of one stacked network, so a thousand
-runs take minutes on one core. Rounds, methods and buckets are the library's own, with a channel that
-averages rows instead of asking other ranks; `confirm` compares some of the runs with those of
+runs take minutes on one core. Rounds, methods and buckets are the library's own, with a channel
+that averages rows instead of asking other ranks; `confirm` compares some of the runs with those of
 `autopar.compile` on four gloo processes.
 """
 
@@ -69,7 +69,7 @@ class Stacked(nn.Module):
             self.values[name.replace(".", "/")] = nn.Parameter(rows.flatten(0, 2).clone())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns the loss of every row, f32[rows], for x [rows, batch, ...] and y [rows, batch]."""
+        """Returns the loss of every row, for x [rows, batch, ...] and y [rows, batch]."""
         rows = len(x)
         if "embed/weight" in self.values:
             table = self.values["embed/weight"]

@@ -56,16 +56,16 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
     apart = name != ALONE and "outer" in METHODS[name]
     for _ in range(3):
         session.step(**batch)
-    settled = time.perf_counter() + seconds
-    while apart and (session.rounds.number < SETTLED or time.perf_counter() < settled):
+    began, settling = time.perf_counter(), apart
+    while settling:
         number = session.rounds.number
         while session.rounds.number == number:
             session.step(**batch)
-        if _first_says(float(time.perf_counter() > settled and number >= 1)):
-            break
+        late = time.perf_counter() - began > seconds and number > 1
+        settling = not _first_says(late or session.rounds.number >= SETTLED)
     dist.barrier()
-    began, steps, going = time.perf_counter(), 0, True
-    taus = []
+    steps, going, taus = 0, True, list[int]()
+    began = time.perf_counter()
     while going:
         number = session.rounds.number if apart else 0
         session.step(**batch)
@@ -73,7 +73,7 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
         if (not apart and steps % 4 == 0) or (apart and session.rounds.number > number):
             taus.append(session.rounds.tau if apart else 1)
             going = time.perf_counter() - began < seconds
-            going = going if name == ALONE else _first_says(float(going))
+            going = going if name == ALONE else _first_says(going)
     spent, made = torch.tensor(time.perf_counter() - began), torch.tensor(float(steps))
     for number_of in (spent, made):
         dist.all_reduce(number_of)
@@ -83,9 +83,9 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
     return row
 
 
-def _first_says(value: float) -> bool:
+def _first_says(value: bool) -> bool:
     """Returns the first rank's answer on all ranks."""
-    said = torch.tensor(value)
+    said = torch.tensor(float(value))
     dist.broadcast(said, 0)
     return bool(said)
 

@@ -1,8 +1,8 @@
 """CO2's published throughputs (arXiv:2401.16265, tables 3 and 4) beside predictions.
 
-Inputs are the published step (0.109 s) and all_reduce (1.566 s) of 7B parameters on 128 GPUs, and of
-each row its own figure on 8 GPUs, one machine, on which nothing crosses the network. Three constants
-are missing, and each is fitted to one row of the 7B model, which is then no prediction:
+Inputs are the published step (0.109 s) and all_reduce (1.566 s) of 7B parameters on 128 GPUs, and
+of each row its own figure on 8 GPUs, one machine, on which nothing crosses the network. Three
+constants are missing, and each is fitted to one row of the 7B model, which is then no prediction:
 
 - contention of an all_reduce that runs beside steps, `CONTENTION` of `autopar/cost/round_price.py`,
   to "TCP CO2 tau12";
@@ -13,8 +13,8 @@ are missing, and each is fitted to one row of the 7B model, which is then no pre
 The other ten rows, all of the 13B model among them, are predicted. The exchange of gradients runs
 beside the backward, two thirds of a step.
 
-One pair of rows is in the wrong order: CO2 over RDMA gains 7 % more than the number of machines on 128
-GPUs with 7B parameters, which no cost of communication explains.
+One pair of rows is in the wrong order: CO2 over RDMA gains 7 % more than the number of machines on
+128 GPUs with 7B parameters, which no cost of communication explains.
 
 The rows of SlowMo are those of a synchronisation that runs beside steps. One that blocks loses the
 same seconds in every round, so 2 % at tau = 48 could be no more than 8 % at tau = 12, and the
