@@ -42,7 +42,7 @@ class RoundPrice:
     @property
     def exposed_seconds(self) -> float:
         """Returns the seconds of synchronisation that devices wait for, per step."""
-        return self.seconds / self.tau - self.step_seconds
+        return (self.seconds - self.tau * self.step_seconds) / self.tau
 
     @property
     def efficiency(self) -> float:
