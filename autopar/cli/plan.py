@@ -8,13 +8,11 @@ from typing import Any
 
 import click
 
-from autopar.capture.capture import Captured
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
-    capture_whole,
     is_data,
     model_of_any_size,
     own_rules,
@@ -22,9 +20,10 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.explain import explained
+from autopar.cli.local_offers import fastest
 from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
-from autopar.errors import BatchError, OptionError, ProgramError
+from autopar.errors import OptionError, ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
@@ -37,8 +36,7 @@ from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.local_choice import asks_for_local, offers
-from autopar.planning.local_choice import table as table_of_offers
+from autopar.planning.local_choice import asks_for_local
 from autopar.planning.local_rounds import Rounds, apart, rounds_of
 from autopar.planning.options import AUTO, Options
 from autopar.planning.pipelines.automatic import plan_pipeline
@@ -239,10 +237,10 @@ def command(
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
     if way is None and asks_for_local(options.allow):
-        way = _fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
+        way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = _replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method_of(way).beside(ADAMW))
+        options = replace(options, update=method_of(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
@@ -256,9 +254,8 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        inside = Plan.of(best, spec)
-        plan = apart(inside, way, devices)
-        rounds = None if way is None else rounds_of((graph,), inside, way, method_of(way), devices)
+        plan = apart(Plan.of(best, spec), way, devices)
+        rounds = None if way is None else rounds_of((graph,), plan, way, method_of(way), devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
@@ -269,31 +266,13 @@ def command(
         say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
         _warn_whole(explanation)
     if output is not None:
-        plan.save(output)
-        more = "" if is_data(model) else f" --model {model}"
-        say(f"written to {output}; next: autopar explain {output}{more}", err=True)
+        _save(plan, output, model)
 
 
-def _fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Outer | None:
-    """Prints every way to train replicas apart, and returns the fastest; None for one program."""
-    if spec.batch is None:
-        raise OptionError("--allow 'local updates' divides the batch among replicas",
-                          todo="pass --batch")  # fmt: skip
-    whole = spec.batch
-    with stages(quiet=as_json) as stage:
-
-        def capture(replicas: int, inside: Mesh) -> Captured:
-            if whole % replicas:
-                raise BatchError(f"{whole} samples do not divide into {replicas} replicas")
-            stage(f"{replicas} replicas" if replicas > 1 else "one program")
-            return capture_whole(
-                replace(spec, batch=whole // replicas), options, Stages(None, stage)
-            )
-
-        found = offers(capture, mesh, options)
-    if not as_json:
-        print_out(table_of_offers(found), "")
-    return found[0].plan.outer
+def _save(plan: Plan, output: Path, model: str) -> None:
+    plan.save(output)
+    more = "" if is_data(model) else f" --model {model}"
+    say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
 def _replica(
