@@ -115,7 +115,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(**trainer)
         refuse_foreign_parallelism(self)
-        self._mesh, self._session = mesh, None
+        self._mesh = mesh
+        self._session: Session | None = None
         self._options: CompileKeywords = {"shapes": SHAPES, **options_of(self), **(options or {})}
         # The session recomputes; torch's own checkpointing would be traced.
         self.args.activation_checkpointing = False
@@ -216,7 +217,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
         """Returns a loader of whole batches, alike on every rank."""
-        sampler = None
+        sampler: DistributedSampler[Any] | None = None
         if not isinstance(dataset, IterableDataset) and is_training:
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
