@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import AssumptionError
 from autopar.ir.graph import Graph, Node, Ref
@@ -63,6 +62,8 @@ def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
     Raises:
         AssumptionError: it is not.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if not isinstance(condition, FakeTensor) and bool(condition) != expected:
         raise AssumptionError(
             "the batch takes a branch that the model was captured without",
