@@ -20,9 +20,8 @@ from torch import Tensor
 
 from autopar.errors import AssumptionError
 from autopar.ir.graph import Graph, Node, Ref
-from autopar.operators.branches import Guard, guard
+from autopar.operators.branches import ASSUME, Guard, guard
 
-ASSUME = "autopar.assume"
 _CHECK = "autopar.check"  # in a trace, before it is tied to a value
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("check(Tensor condition, bool expected, str where) -> Tensor")

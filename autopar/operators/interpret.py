@@ -14,7 +14,8 @@ from autopar.errors import GraphError
 from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.across import Across
-from autopar.operators.assume import ASSUME, assume
+from autopar.operators.assume import assume
+from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
