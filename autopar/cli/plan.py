@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,13 +20,13 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.explain import explained
-from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
 from autopar.errors import OptionError, ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
@@ -35,15 +35,15 @@ from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.local_rounds import Rounds, rounds_of
 from autopar.planning.options import AUTO, Options
-from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
-from autopar.runtime.ranks.processes import as_mesh
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.planning.local_rounds import Rounds
+    from autopar.runtime.outer.method import Method
 
 
 @click.command("plan")
@@ -204,7 +204,7 @@ def command(
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
-    devices, way = as_mesh(mesh_text), Outer.read(outer)
+    devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     mesh, batch = _replica(devices, way, batch, global_batch)
     before = Plan.load(source).stage if source else None
     limit = device(mesh).usable if before is None else min(before.limit, device(mesh).usable)
@@ -221,7 +221,7 @@ def command(
         "stages": None if global_batch is None else "auto",
         "global_batch": global_batch,
         "allow": allow,
-        "update": None if way is None else method_of(way).beside(ADAMW),
+        "update": None if way is None else _method(way).beside(ADAMW),
     }
     options = replace(
         Options() if before is None else Options.like(before),
@@ -249,7 +249,7 @@ def command(
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         plan = Plan.of(best, spec).under(way, devices)
-        rounds = None if way is None else rounds_of(graph, best, way, method_of(way), devices)
+        rounds = None if way is None else _rounds(graph, best, way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
@@ -282,6 +282,20 @@ def _replica(
     return outer.within(mesh), batch // replicas
 
 
+def _method(outer: Outer) -> Method:
+    """Returns the method of replicas that train apart, whose update is torch's."""
+    from autopar.runtime.outer.methods import method_of
+
+    return method_of(outer)
+
+
+def _rounds(graph: Graph, plan: StagePlan, outer: Outer, devices: Mesh) -> Rounds:
+    """Prices the rounds of replicas that train apart."""
+    from autopar.planning.local_rounds import rounds_of
+
+    return rounds_of(graph, plan, outer, _method(outer), devices)
+
+
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
     """Parses `--collectives`; raises CollectiveError for a malformed row."""
     if text is None or text == AUTO:
@@ -310,6 +324,9 @@ def _pipeline(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
     """Searches for the fastest pipeline and prints it; the options apply to each stage."""
+    from autopar.cli.pipeline import render, to_json
+    from autopar.planning.pipelines.automatic import plan_pipeline
+
     batch = options.global_batch
     assert batch is not None
     model = model_of_any_size(spec, options)

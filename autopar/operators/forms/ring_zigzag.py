@@ -7,12 +7,8 @@ care.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, ring_attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -25,10 +21,13 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.sequences import contiguous, redealt, zigzag
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -42,6 +41,10 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Causal attention whose sequence is split, each device with equally much to compute."""
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring, ring_attention
+    from autopar.operators.attention.sequences import contiguous, redealt, zigzag
+
     peers = mesh.group(axis)
     before = [contiguous(peers, count) for count in (size[0], size[1], size[1])]
     after = [zigzag(peers, count) for count in (size[0], size[1], size[1])]
