@@ -14,6 +14,8 @@ from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
+from autopar.planning.local_choice import asks_for_local, choose
+from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.plan_model import plan_captured, plan_model
@@ -70,8 +72,13 @@ class Compiler:
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
+        if self.plan is None and self.outer is None and asks_for_local(self.options.allow):
+            plan = from_first_rank(lambda: choose(call, self.mesh, self.options, trace))
+            update = plan.stages[0].update
+            options = replace(self.options, update=update, trace=None)
+            return Compiler(self.mesh, options, plan, plan.outer)(call)
         facts = facts_of(call.model)  # before the model runs, which may set attributes
-        captured, plan = self._planned(self._of_replica(call), trace)
+        captured, plan = self._planned(self._of_replica(call, self.outer), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
@@ -86,7 +93,7 @@ class Compiler:
             BatchError: the ranks captured different graphs, or the schedule exists for no number of
                 equal microbatches of the batch.
         """
-        plan, call = first.plan.inner, self._of_replica(call)
+        plan, call = first.plan.inner, self._of_replica(call, first.plan.outer)
         if plan.is_pipeline:
             plan = replace(plan, microbatches=_microbatches(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
@@ -99,16 +106,16 @@ class Compiler:
         )
         return Compiled.of(
             replace(captured, graph=graph),
-            further.under(first.plan.outer, self.mesh).on(self.mesh),
+            apart(further, first.plan.outer, self.mesh).on(self.mesh),
             self.options,
             Trace(None),
         )
 
-    def _of_replica(self, call: Call) -> Call:
+    def _of_replica(self, call: Call, outer: Outer | None) -> Call:
         """Returns a replica's part of a call with the batch of all replicas."""
-        if self.outer is None or self.options.batches != GLOBAL:
+        if outer is None or self.options.batches != GLOBAL:
             return call
-        return call.part_of(self.outer.count(self.mesh))
+        return call.part_of(outer.count(self.mesh))
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """Returns the captured model and its plan, the same on every rank."""
@@ -118,7 +125,7 @@ class Compiler:
         if plan is None and options.searches_stages:
             # Under a time limit, solvers may differ between ranks, so one rank plans for all.
             plan = from_first_rank(
-                lambda: plan_model(call, inside, options, trace).under(outer, mesh)
+                lambda: apart(plan_model(call, inside, options, trace), outer, mesh)
             )
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
@@ -128,7 +135,7 @@ class Compiler:
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
             plan = from_first_rank(
-                lambda: plan_captured(captured, inside, options, trace).under(outer, mesh)
+                lambda: apart(plan_captured(captured, inside, options, trace), outer, mesh)
             )
         else:
             plan.check(captured.graph, mesh)
