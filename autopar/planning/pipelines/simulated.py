@@ -30,7 +30,8 @@ from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
-from autopar.planning.pipelines.schedule_names import further_copies, schedule_of
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.streaming import copies_of
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
@@ -46,8 +47,9 @@ class StageFigures:
     Attributes:
         forward, backward: seconds of one microbatch.
         once: seconds of gradient synchronisation and the optimizer, for each update.
+        optimizer: those of the optimizer.
+        sums: seconds of gradient synchronisation, beside nothing else.
         fixed: bytes of parameters, gradients and optimizer state on a device.
-        weights: bytes of these that are stored trained parameters.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
         arriving: seconds of receiving one microbatch's values from earlier stages.
@@ -57,8 +59,9 @@ class StageFigures:
     forward: float
     backward: float
     once: float
+    optimizer: float
+    sums: float
     fixed: float
-    weights: float
     kept: float
     transient: float
     arriving: float = 0.0
@@ -122,10 +125,15 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
         there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
+    late, wiring = schedule.pending > 0, wiring_of(graphs)
     costs = [
-        StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept, update=s.once) for s in figures
-    ]
-    step = complete(schedule, wiring_of(graphs))
+        StageCost(
+            s.forward, s.backward / 2, s.backward / 2, s.kept,
+            update=s.optimizer if late else s.once, sums=s.sums if late else 0.0,
+        )
+        for s in figures
+    ]  # fmt: skip
+    step = complete(schedule, wiring)
     hops = [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
     if schedule.flushes:
         timeline = simulate(step, costs, *hops)
@@ -138,8 +146,10 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         number, copy = stages[0]
         ranks.append(plan.stages[number].ranks(copy))
         own = [figures[number] for number, _ in stages]
-        older = sum(figures[n].weights * further_copies(schedule, n) for n, _ in stages)
-        memory.append(sum(s.fixed for s in own) + older + kept + max(s.transient for s in own))
+        further = sum(
+            copies_of(schedule, n, wiring).in_plan(graphs[n], plan.stages[n]) for n, _ in stages
+        )
+        memory.append(sum(s.fixed for s in own) + further + kept + max(s.transient for s in own))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
     return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
 
@@ -173,8 +183,9 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         seconds["forward"],
         seconds["backward"],
         after + seconds["optimizer"],
+        seconds["optimizer"],
+        seconds["gradient"],
         fixed,
-        sum(left.get(f"parameter {name}", 0.0) for name in trained),
         kept,
         max(timeline.memory.peak - fixed - kept, 0.0),
     )

@@ -29,6 +29,7 @@ from autopar.inter_op.stage_values import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.node_choices import Lies, Option
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem
@@ -48,12 +49,14 @@ from autopar.planning.pipelines.layered import Layered, Signature, runs
 from autopar.planning.pipelines.repeated import copies
 from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
+from autopar.planning.pipelines.streaming import FLUSHED, Streamed
 from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
 from autopar.planning.prices import cost_model
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
+_Bytes = tuple[tuple[float, ...], ...]  # by node, of every choice
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, recomputation
 # Accuracy of prices; the stages that are chosen in the end are planned again to the optimum.
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
@@ -98,6 +101,7 @@ class StageCosts:
         held: limit on a rank's layers times its microbatches in flight, in units of all layers.
         kept: (ranks, parts of the model, chunks of a rank) -> numbers of microbatches that ranks of
             such an even pipeline keep in flight under some schedule, ascending.
+        streamed: the schedule, if it does not flush.
     """
 
     def __init__(
@@ -110,9 +114,10 @@ class StageCosts:
         shapes: int = 1,
         held: float = math.inf,
         kept: Mapping[tuple[int, int, int], Sequence[int]] | None = None,
+        streamed: Streamed = FLUSHED,
     ) -> None:
         self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
-        self.options, self.memory = options, memory
+        self.options, self.memory, self.streamed = options, memory, streamed
         self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
@@ -340,7 +345,7 @@ class StageCosts:
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
             recompute=parse_recompute(graph, recompute),
-            microbatches=microbatches,
+            microbatches=self.streamed.taken(microbatches),
             lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
@@ -369,8 +374,25 @@ class StageCosts:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        held = tuple(copies(built, graph, mesh, name, options) for name, options in pairs)
-        return StageProblem(built, grows, edges, counts, tuple(updates), held, recompute)
+        held, further = self._held(built, graph, mesh, microbatches)
+        taken, late = self.streamed.taken(microbatches), self.streamed.late
+        return StageProblem(
+            built, grows, edges, counts, tuple(updates), held, recompute, further, taken, late
+        )
+
+    def _held(
+        self, built: Built, graph: Graph, mesh: Mesh, microbatches: int
+    ) -> tuple[_Bytes, _Bytes]:
+        """Returns the `copies` and `further` of a `StageProblem`."""
+        ranks, precision = self.mesh.size // mesh.size, self.options.precision
+        once, each = self.streamed.copies(ranks, microbatches)
+        held, further = [], []
+        for name, options in zip(built.names, built.options, strict=True):
+            kept = copies(built, graph, mesh, name, options)
+            versions = each.of_choices(graph, mesh, name, options, precision)
+            held.append(tuple(a + b for a, b in zip(kept, versions, strict=True)))
+            further.append(once.of_choices(graph, mesh, name, options, precision))
+        return tuple(held), tuple(further)
 
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
