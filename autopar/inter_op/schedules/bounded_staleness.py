@@ -28,8 +28,14 @@ ALLOW = STALE
 CANDIDATES = ("",)
 
 
-def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
+def schedule(ranks: int, microbatches: int, ahead: int = 1, outer: int = 0) -> Schedule:
     """Returns one step: 1F1B, with an update from the gradients of `ahead` steps earlier.
+
+    Args:
+        ranks, microbatches: sizes.
+        ahead: steps that a replica may be ahead.
+        outer: number of outermost axes of a stage's mesh along which replicas may be ahead, such as
+            1 for hosts; over the others they sum at the end of every step. 0 for all axes.
 
     Raises:
         ScheduleError: there is no rank or no microbatch, or `ahead` is less than 1.
@@ -46,7 +52,7 @@ def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
     return Schedule(
         NAME, ranks, microbatches, rows, line(ranks), exact.in_flight, exact.bubble,
         flushes=False, warm_up=ahead,
-        versions=(1,) * ranks, staleness=(ahead,) * ranks, pending=ahead,
+        versions=(1,) * ranks, staleness=(ahead,) * ranks, pending=ahead, outer=outer,
     )  # fmt: skip
 
 

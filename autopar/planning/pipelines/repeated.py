@@ -114,6 +114,21 @@ def copies(
     )
 
 
+def kept_each(
+    built: Built,
+    graph: Graph,
+    mesh: Mesh,
+    name: str,
+    options: tuple[Option, ...],
+    each: Copies,
+    precision: Precision,
+) -> tuple[float, ...]:
+    """Returns `copies`, with the versions of weights that every microbatch in flight adds."""
+    versions = each.of_choices(graph, mesh, name, options, precision)
+    kept = copies(built, graph, mesh, name, options)
+    return tuple(a + b for a, b in zip(kept, versions, strict=True))
+
+
 def _with(node: Choices, more: list[Held]) -> Choices:
     return replace(node, more=(*node.more, *more))
 

@@ -19,6 +19,7 @@ from autopar.cost.overlap import side_by_side
 from autopar.errors import PlanError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.intra_op.kernel_work import works
 from autopar.ir.collective import Collective
@@ -31,7 +32,7 @@ from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.streaming import copies_of
+from autopar.planning.pipelines.streaming import copies_of, late_sums
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
@@ -48,7 +49,6 @@ class StageFigures:
         forward, backward: seconds of one microbatch.
         once: seconds of gradient synchronisation and the optimizer, for each update.
         optimizer: those of the optimizer.
-        sums: seconds of gradient synchronisation, beside nothing else.
         fixed: bytes of parameters, gradients and optimizer state on a device.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
@@ -60,7 +60,6 @@ class StageFigures:
     backward: float
     once: float
     optimizer: float
-    sums: float
     fixed: float
     kept: float
     transient: float
@@ -125,14 +124,8 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
         there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
-    late, wiring = schedule.pending > 0, wiring_of(graphs)
-    costs = [
-        StageCost(
-            s.forward, s.backward / 2, s.backward / 2, s.kept,
-            update=s.optimizer if late else s.once, sums=s.sums if late else 0.0,
-        )
-        for s in figures
-    ]  # fmt: skip
+    wiring = wiring_of(graphs, [stage.mesh for stage in plan.stages])
+    costs = _costs(graphs, plan, schedule, figures, prices)
     step = complete(schedule, wiring)
     hops = [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
     if schedule.flushes:
@@ -152,6 +145,26 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         memory.append(sum(s.fixed for s in own) + further + kept + max(s.transient for s in own))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
     return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
+
+
+def _costs(
+    graphs: Sequence[Graph],
+    plan: Plan,
+    schedule: Schedule,
+    figures: Sequence[StageFigures],
+    prices: Callable[[Mesh], Priced],
+) -> list[StageCost]:
+    """Returns the costs of the stages' actions."""
+    costs = []
+    for graph, stage, own in zip(graphs, plan.stages, figures, strict=True):
+        update, late = own.once, 0.0
+        if schedule.pending:
+            price = prices(stage.mesh).collective
+            now, late = late_sums(graph, stage, schedule.outer, price)
+            update = own.optimizer + now
+        half = own.backward / 2
+        costs.append(StageCost(own.forward, half, half, own.kept, update=update, sums=late))
+    return costs
 
 
 def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
@@ -184,7 +197,6 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         seconds["backward"],
         after + seconds["optimizer"],
         seconds["optimizer"],
-        seconds["gradient"],
         fixed,
         kept,
         max(timeline.memory.peak - fixed - kept, 0.0),

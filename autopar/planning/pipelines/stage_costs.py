@@ -29,7 +29,6 @@ from autopar.inter_op.stage_values import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build
-from autopar.intra_op.built_problem import Built
 from autopar.intra_op.node_choices import Lies, Option
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem
@@ -46,7 +45,7 @@ from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
 from autopar.planning.pipelines.layered import Layered, Signature, runs
-from autopar.planning.pipelines.repeated import copies
+from autopar.planning.pipelines.repeated import kept_each
 from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed
@@ -56,7 +55,6 @@ from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
-_Bytes = tuple[tuple[float, ...], ...]  # by node, of every choice
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, recomputation
 # Accuracy of prices; the stages that are chosen in the end are planned again to the optimum.
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
@@ -374,25 +372,14 @@ class StageCosts:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        held, further = self._held(built, graph, mesh, microbatches)
+        once, each = self.streamed.copies(self.mesh.size // mesh.size, microbatches)
+        precision = self.options.precision
+        held = tuple(kept_each(built, graph, mesh, n, o, each, precision) for n, o in pairs)
+        further = tuple(once.of_choices(graph, mesh, n, o, precision) for n, o in pairs)
         taken, late = self.streamed.taken(microbatches), self.streamed.late
         return StageProblem(
             built, grows, edges, counts, tuple(updates), held, recompute, further, taken, late
         )
-
-    def _held(
-        self, built: Built, graph: Graph, mesh: Mesh, microbatches: int
-    ) -> tuple[_Bytes, _Bytes]:
-        """Returns the `copies` and `further` of a `StageProblem`."""
-        ranks, precision = self.mesh.size // mesh.size, self.options.precision
-        once, each = self.streamed.copies(ranks, microbatches)
-        held, further = [], []
-        for name, options in zip(built.names, built.options, strict=True):
-            kept = copies(built, graph, mesh, name, options)
-            versions = each.of_choices(graph, mesh, name, options, precision)
-            held.append(tuple(a + b for a, b in zip(kept, versions, strict=True)))
-            further.append(once.of_choices(graph, mesh, name, options, precision))
-        return tuple(held), tuple(further)
 
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool

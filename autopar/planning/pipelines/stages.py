@@ -156,7 +156,7 @@ def plan_stages(
     pins = stage_pins(graph, parts, meshes := [copies[0].mesh for copies in held], options)
     again = recompute or [options.recompute] * len(parts)
     shared = beside or [held_beside(rows, number) for number in range(len(parts))]
-    wiring = wiring_of(parts)
+    wiring = wiring_of(parts, meshes)
     further = [copies_of(rows, number, wiring) for number in range(len(parts))]
     alone: dict[tuple[str, Mesh, str, str, float, Copies], list[int]] = {}
     for number, part in enumerate(parts):

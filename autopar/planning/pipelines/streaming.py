@@ -8,7 +8,7 @@ number of microbatches that a rank keeps in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,9 +19,10 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.schedule import Schedule
 from autopar.intra_op.node_choices import Option
 from autopar.intra_op.states import StateChoice
-from autopar.ir.action import COPIES, SYNC, UPDATE, Row
+from autopar.ir.action import SYNC, UPDATE, Row
+from autopar.ir.collective import Collective
 from autopar.ir.fusion import UPDATE as KERNEL
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline_step import Edge, Wiring, in_update, unrolled, versions
 from autopar.ir.precision import Precision
@@ -67,13 +68,10 @@ class Copies:
 
     def in_plan(self, graph: Graph, plan: StagePlan) -> float:
         """Returns their bytes on a device for all trained parameters of a stage."""
-        total = 0.0
-        for node in graph.folded if self else ():
-            if node.op == "param" and node.requires_grad and graph.users[node.name]:
-                storage = plan.storage(node.name, graph.template[graph.users[node.name][0]])
-                own = self.of(storage, node.type, plan.mesh, plan.precision)
-                total += graph.multiplicity[node.name] * own
-        return total
+        return sum(
+            graph.multiplicity[node.name] * self.of(storage, node.type, plan.mesh, plan.precision)
+            for node, storage in (_trained(graph, plan) if self else ())
+        )
 
 
 NO_COPIES = Copies()
@@ -113,11 +111,47 @@ def copies_of(schedule: Schedule, stage: int, wiring: Wiring | None = None) -> C
 def _aside(row: Row) -> int:
     """Returns the largest number of sums that wait for their update while a backward runs."""
     most = waiting = 0
-    for action in (one for one in row if one.over != COPIES):
+    for action in (one for one in row if not (one.over or one.names)):
         waiting += (action.kind == SYNC) - (action.kind == UPDATE and waiting > 0)
         if action.kind in "BW":
             most = max(most, waiting)
     return most
+
+
+def late_sums(
+    graph: Graph, plan: StagePlan, outer: int, price: Callable[[Collective], float]
+) -> tuple[float, float]:
+    """Returns the seconds of the sums of one update that a stage waits for, and of the late ones.
+
+    All gradients that are summed over the same axes go as one message; see
+    `runtime/pipeline/sums.py`.
+
+    Args:
+        graph, plan: of the stage.
+        outer: see `Schedule`.
+        price: seconds of a collective.
+    """
+    axes = [axis.name for axis in plan.mesh.axes if axis.size > 1]
+    late = axes[:outer] if 0 < outer < len(axes) else axes
+    sizes: dict[tuple[str, ...], int] = {}
+    for node, storage in _trained(graph, plan):
+        hops = storage.hops(node.type, plan.mesh, plan.microbatches, True, plan.precision)
+        for hop in (hop for hop in hops if hop.when == "reduce"):
+            nbytes = graph.multiplicity[node.name] * hop.call.nbytes
+            sizes[hop.call.axes] = sizes.get(hop.call.axes, 0) + nbytes
+    seconds = [0.0, 0.0]
+    for every, nbytes in sizes.items():
+        for number, wanted in enumerate((set(axes) - set(late), set(late))):
+            if part := tuple(axis for axis in every if axis in wanted):
+                seconds[number] += price(Collective("all_reduce", part, nbytes))
+    return seconds[0], seconds[1]
+
+
+def _trained(graph: Graph, plan: StagePlan) -> Iterator[tuple[Node, Storage]]:
+    """Yields the trained parameters of a stage with their storage."""
+    for node in graph.folded:
+        if node.op == "param" and node.requires_grad and graph.users[node.name]:
+            yield node, plan.storage(node.name, graph.template[graph.users[node.name][0]])
 
 
 def taken(schedule: Schedule) -> int:
