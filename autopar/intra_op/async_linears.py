@@ -112,6 +112,8 @@ class Hidden:
                 for a, row in enumerate(rows):
                     if not self._same(row.results[0], step.src):
                         continue
+                    if (row if op == "reduce_scatter" else column).form:
+                        continue  # see `Overlaps`
                     if op == "reduce_scatter":
                         taken = self._products(source, row)
                     elif reader.op == LINEAR:
@@ -148,7 +150,7 @@ class Hidden:
             fitting = [
                 self._products(linear, option)
                 for option in self.options(linear.name)
-                if self._same(option.operands[0], layout)
+                if not option.form and self._same(option.operands[0], layout)
             ]
             if not fitting:
                 return _NOTHING

@@ -177,11 +177,14 @@ class Prices:
         forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
         if not option.form:
             return forward, backward
-        part = Part(node, types, option.operands, self.mesh)
-        turns = form_named(node.op, option.form).turns(part)
+        part, form = Part(node, types, option.operands, self.mesh), form_named(node.op, option.form)
+        turns, beside = form.turns(part), [
+            sum(map(self.model.collective, calls[alone:]))
+            for calls, alone in zip(asked, form.alone(part), strict=True)
+        ]  # fmt: skip
         return (
-            forward - hidden_in_turns(kernels[0], forward, turns, slowdown),
-            backward - hidden_in_turns(kernels[1], backward, turns, slowdown),
+            forward - hidden_in_turns(kernels[0], beside[0], turns, slowdown),
+            backward - hidden_in_turns(kernels[1], beside[1], turns, slowdown),
         )
 
 

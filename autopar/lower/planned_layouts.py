@@ -76,6 +76,7 @@ class Placed:
             near(plan.mesh, device(plan.mesh)) if switched else (),
             lambda name: [layout for _, layout in self.planned(name).operands],
             self.result,
+            lambda name: bool(self.planned(name).form),
         )
 
 

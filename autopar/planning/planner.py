@@ -100,6 +100,7 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._in_update = self._microbatches if repeated is None else repeated.in_update
         late = repeated is not None and repeated.late_loss
         self._late_loss = late and graph.loss is not None
         self._bucket, self._fingerprint = bucket_of(graph), fingerprint(graph)
@@ -136,7 +137,7 @@ class Planner:
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
-            microbatches=self._microbatches,
+            microbatches=self._in_update,
             lies=self.lies,
             bucket=self._bucket,
             precision=options.precision,

@@ -22,6 +22,7 @@ from autopar.planning.trace import Trace
 from autopar.zoo import names
 
 if TYPE_CHECKING:
+    from autopar.capture.capture import Captured
     from autopar.planning.pipelines.automatic import AnySize
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -84,16 +85,21 @@ def _depth(wanted: ModelSpec) -> int | None:
     return kept_graphs.depth_of(replace(wanted, batch=None, seq=None), count)
 
 
+def capture_whole(wanted: ModelSpec, options: Options, tracer: Trace) -> Captured:
+    """Captures a model, tracing every block."""
+    from autopar.planning.capturing import capture_graph
+    from autopar.zoo.loading import load
+
+    sizes = {"batch": wanted.batch, "seq": wanted.seq, "layers": wanted.layers}
+    module, inputs = load(wanted.source, **sizes)
+    return capture_graph(module, (), inputs, options, tracer)
+
+
 def _graph(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
     """Returns a model's graph with every block traced, now or earlier."""
 
     def trace() -> Graph:
-        from autopar.planning.capturing import capture_graph
-        from autopar.zoo.loading import load
-
-        sizes = {"batch": wanted.batch, "seq": wanted.seq, "layers": wanted.layers}
-        module, inputs = load(wanted.source, **sizes)
-        return capture_graph(module, (), inputs, options, tracer).graph
+        return capture_whole(wanted, options, tracer).graph
 
     kept = is_data(wanted.source) and options.table == table()  # the user's rules are code
     # A trace asks for the graph after every pass.
