@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,7 +20,7 @@ from autopar.cli.common.model_options import (
     shapes,
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
-from autopar.cli.common.replicas_apart import fastest, method, replica_of, rounds, rounds_json
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
 from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.errors import ProgramError
@@ -41,9 +42,6 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
-
-if TYPE_CHECKING:
-    from autopar.planning.local_rounds import Rounds
 
 
 @click.command("plan")
@@ -236,7 +234,7 @@ def command(
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
     if way is None and LOCAL_UPDATES in allowed(options.allow):
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
-    mesh, batch = replica_of(devices, way, batch, global_batch)
+    mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
         options = replace(options, update=method(way).beside(ADAMW))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
@@ -254,24 +252,24 @@ def command(
         best = make_plan(graph, mesh, options, tracer)
         inside = Plan.of(best, spec)
         plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
-        each = None if way is None else rounds(graph, inside, way, devices)
+        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **limits, **rounds_json(each)})
+        print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        _print(best, explanation, each)
+        _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _print(best: StagePlan, explanation: Explanation, each: Rounds | None) -> None:
-    """Prints the summary of a plan, its parameters, and what the solver did."""
+def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
+    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *([each.text()] if each else [])]))
+    say("\n".join([_solver_line(best), *further]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

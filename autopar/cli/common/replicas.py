@@ -1,4 +1,4 @@
-"""Replicas that train apart, as `autopar plan` has them: their choice, their part, their rounds."""
+"""Replicas that train apart, as `autopar plan` chooses and prices them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Out
     return found[0].plan.outer
 
 
-def replica_of(
+def replica(
     mesh: Mesh, outer: Outer | None, batch: int | None, search: int | None
 ) -> tuple[Mesh, int | None]:
     """Returns the mesh and the batch of one replica; OptionError if they cannot be."""
@@ -69,7 +69,7 @@ def method(outer: Outer) -> Method:
     return method_of(outer)
 
 
-def rounds(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
+def rounds_priced(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
     """Prices the rounds of replicas that train apart."""
     from autopar.planning.local_rounds import rounds_of
 
@@ -77,7 +77,7 @@ def rounds(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
 
 
 def rounds_json(rounds: Rounds | None) -> dict[str, object]:
-    """Returns the rounds as JSON; {} for none."""
+    """Returns the price of rounds, and what they change, for JSON."""
     if rounds is None:
         return {}
     price = {**asdict(rounds.price), "exposed_seconds": rounds.price.exposed_seconds}
