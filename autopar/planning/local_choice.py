@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError, CostError, InfeasibleError, OptionError
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
@@ -199,7 +200,7 @@ def _apart(
             plan = replace(
                 plan, stages=tuple(replace(stage, update=update) for stage in plan.stages)
             )
-            graphs = (captured.graph,)
+            graphs: tuple[Graph, ...] = (captured.graph,)
             if plan.is_pipeline:
                 graphs = stage_graphs(captured.graph, plan.ends, Trace(None))
             try:

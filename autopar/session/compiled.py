@@ -146,7 +146,9 @@ class Compiled:
     @cached_property
     def placement(self) -> Placement:
         """The ranks and the rows of a pipeline's stages; raises the errors of `placement_of`."""
-        return placement_of(self.plan, wiring_of(graphs_of(self.captured.graph, self.plan)))
+        graphs = graphs_of(self.captured.graph, self.plan)
+        meshes = [stage.mesh for stage in self.plan.stages]
+        return placement_of(self.plan, wiring_of(graphs, meshes))
 
     @property
     def tied(self) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError
+from autopar.errors import BatchError, ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
@@ -16,13 +17,14 @@ from autopar.planning.local_batches import capture_parts, stage_mesh
 from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
+from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
-from autopar.session.compiled import Compiled
+from autopar.session.compiled import Compiled, groups_of
 from autopar.session.model_facts import facts_of
 
 _ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"
@@ -88,11 +90,13 @@ class Compiler:
 
         Raises:
             CaptureError, InfeasibleError, StageError: see `autopar.compile`.
-            BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
+            BatchError: the ranks captured different graphs, or the schedule exists for no number of
+                equal microbatches of the batch.
         """
-        plan = first.plan.inner
+        plan, call = first.plan.inner, self._of_replica(call, first.plan.outer)
+        if plan.is_pipeline:
+            plan = replace(plan, microbatches=_microbatches(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
-        call = self._of_replica(call, first.plan.outer)
         captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
@@ -136,6 +140,16 @@ class Compiler:
         else:
             plan.check(captured.graph, mesh)
         return captured, plan
+
+
+def _microbatches(plan: Plan, samples: int) -> int:
+    """Returns the largest number of microbatches, up to the plan's, for a batch of this size."""
+    for count in range(plan.microbatches, 0, -1):
+        if samples % count == 0:
+            with suppress(ScheduleError):
+                schedule_of(plan.schedule, groups_of(plan), count)
+                return count
+    return plan.microbatches
 
 
 @dataclass(frozen=True)

@@ -326,8 +326,9 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """Returns how the program runs."""
     options = {**DEFAULTS, **given}
-    names = ("backend", "cuda_graph", "shapes")
-    return Running(*(options[name] for name in names), options["evaluate"] or "")
+    return Running(
+        options["backend"], options["cuda_graph"], options["shapes"], options["evaluate"] or ""
+    )
 
 
 def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
