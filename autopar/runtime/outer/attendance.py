@@ -5,7 +5,7 @@ that its sums have arrived, or it is broken off, and the ranks that answer a rol
 groups. The first rank that sees an outcome writes it into the store, and all follow it.
 
 Every rank writes a sign of life twice a second, from a thread of its own. One whose sign has not
-changed for `SILENT` seconds is lost. A rank that computes for long, or waits for its data, is not.
+changed for some seconds is lost. A rank that computes for long, or waits for its data, is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from autopar.errors import RankFailedError
 from autopar.runtime.ranks.board import Board
 from autopar.runtime.torch_private import own_store
 
-SILENT = 10.0  # seconds without a sign of life after which a rank is lost
 _BEAT, _LOOK, _BLINK = 0.5, 0.5, 0.005  # seconds between signs, looks at them, and questions
 _REQUEST = 10.0  # seconds of one request to the store
 _COMMIT, _ABORT = "commit", "abort"
@@ -40,9 +39,7 @@ class Attendance:
         replicas: those that are left.
     """
 
-    def __init__(
-        self, rank: int, replicas: Sequence[tuple[int, ...]], silent: float = SILENT
-    ) -> None:
+    def __init__(self, rank: int, replicas: Sequence[tuple[int, ...]], silent: float) -> None:
         self.rank, self.replicas, self._silent = rank, tuple(replicas), silent
         store = own_store()
         name = hashlib.sha256(repr(self.replicas).encode()).hexdigest()[:16]

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from autopar.errors import OptionError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
-from autopar.runtime.outer.attendance import SILENT, Attendance
+from autopar.runtime.outer.attendance import Attendance
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.ranks.shared import Lease, Peers
 
+SILENT = 10.0  # seconds without a sign of life after which a rank is lost
 _BLINK = 0.01  # seconds
 
 
@@ -46,7 +47,7 @@ class Survivors:
             )
         peers, replicas = Peers.here(), outer.replicas(mesh)
         own = next(ranks for ranks in replicas if peers.rank in ranks)
-        return cls(Attendance(peers.rank, replicas), peers, lease, own.index(peers.rank))
+        return cls(Attendance(peers.rank, replicas, SILENT), peers, lease, own.index(peers.rank))
 
     def agree(self, works: Sequence[Waiting]) -> bool:
         """Returns whether all calls of all ranks have succeeded; the same on every rank."""
