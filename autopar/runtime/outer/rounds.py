@@ -162,13 +162,14 @@ class Rounds:
                 self._send(bucket, method.outgoing(bucket.values(), bucket.states))
 
     def _gathered(self, buckets: Sequence[Bucket], survivors: Survivors) -> None:
-        """Waits for all sums in flight; if replicas are lost, adds up again without them."""
+        """Waits for sums; if replicas are lost, all that is in flight is added up without them."""
         start = time.perf_counter()
         waiting = [bucket for bucket in buckets if bucket.work is not None]
-        while not survivors.agree(works := self._works(waiting)):
-            self.channel = survivors.regroup(works)
+        while not survivors.agree(self._works(waiting)):
+            flying = [bucket for bucket in self.buckets if bucket.work is not None]
+            self.channel = survivors.regroup(self._works(flying))
             self.count = 1 if self.channel is None else len(self.channel.ranks)
-            for bucket in waiting:
+            for bucket in flying:
                 assert bucket.sent is not None
                 bucket.work = None
                 self._send(bucket, bucket.sent.clone())
