@@ -253,28 +253,34 @@ def picture(rows: list[dict[str, str]], file: Path) -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "asynchronous"  # the same file from the same rows
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator
 
     panels = [(d, o) for d in DATA for o in OPTIMIZERS if any(r["data"] == d for r in rows)]
     high = (len(panels) + 1) // 2
     figure, grid = plt.subplots(high, 2, figsize=(11, 4 * high), squeeze=False, sharex=True)
     for axes, (data, optimizer) in zip(grid.flat, panels, strict=False):
         lines = curves(rows, data, optimizer)
-        first = max(runs[0][0] for runs in lines.values())
+        top = first = max(runs[0][0] for runs in lines.values())
         for colour, method in zip(COLOURS, METHODS, strict=True):
             runs = lines.get(method, [])
             if not runs:
                 continue
             seeds = np.array([[min(v, 1e6) if math.isfinite(v) else 1e6 for v in r] for r in runs])
             at = BLOCK * np.arange(1, seeds.shape[1] + 1)
-            dashes = "--" if method == "ampnet" else "-"  # it may lie on top of pipedream
-            axes.plot(at, seeds.mean(axis=0), dashes, color=colour, label=method, linewidth=1.6)
+            # AMPNet may lie on top of PipeDream.
+            dashes, wide = {"ampnet": ((0, (4, 4)), 1.6), "pipedream": ("-", 3.2)}.get(
+                method, ("-", 1.6)
+            )
+            mean = seeds.mean(axis=0)
+            top = max(top, min(mean.max(), 10 * first))
+            axes.plot(at, mean, linestyle=dashes, color=colour, label=method, linewidth=wide)
             axes.fill_between(at, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.15)
         axes.set_title(f"{data}, {optimizer} at {RATES[data, optimizer]:g}")
         axes.set_yscale("log")
-        axes.set_ylim(top=1.2 * first)  # what diverges leaves the picture
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
+        axes.set_ylim(top=1.2 * top)  # what diverges leaves the picture
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(True, which="both", alpha=0.25)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")

@@ -44,15 +44,15 @@ def alive() -> dict[tuple[str, str | None], tuple[float, float]]:
         torch.manual_seed(0)
         model, batch = Wide(), {name: torch.randn(BATCH, WIDTH) for name in "xy"}
         how: dict[str, Any] = {"pins": autopar.pins.data_parallel("gpu")} if stages == 1 else {}
-        with Alive() as counted:
-            program = autopar.compile(
-                model, mesh(2), example_inputs=batch, stages=stages, microbatches=4,
-                schedule=schedule, allow="stale gradients", precision=precision,
-                optimizer=functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), **how,
-            )  # fmt: skip
-            for tensor in {t for s in program._executor.stages.values() for t in s.tensors}:
-                counted.count(tensor)
-            del model
+        program = autopar.compile(
+            model, mesh(2), example_inputs=batch, stages=stages, microbatches=4,
+            schedule=schedule, allow="stale gradients", precision=precision,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), **how,
+        )  # fmt: skip
+        held = [
+            t for s in program._executor.stages.values() for t in (*s.tensors, *s.weights.updated)
+        ]
+        with Alive(held) as counted:
             for _ in range(STEPS):
                 program.step(**batch)
             counted.curve.clear()
