@@ -38,7 +38,7 @@ from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_p
 from autopar.planning.pipelines.search import Borders, Searched, play
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.workers import Workers
-from autopar.zoo.load import depth
+from autopar.zoo.loading import depth
 from benchmarks.harness import write
 
 KEPT = 10  # plans of the grid that are written

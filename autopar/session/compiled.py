@@ -64,11 +64,13 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
+        evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
     """
 
     backend: str = "eager"
     cuda_graph: bool = False
     shapes: int = 1
+    evaluate: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Compiled:
         peers = Peers.here().within(outer.replicas(mesh))
         program = self._started(modules, values, training, running, peers)
         sliced = self.plan.stages[0].asked.batches == GLOBAL
-        return LocalUpdates(program, outer, mesh, peers, sliced)
+        return LocalUpdates(program, outer, mesh, peers, sliced, running.evaluate)
 
     def _started(
         self,
