@@ -52,7 +52,7 @@ from autopar.plan import Plan
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.runtime.pipeline.stage import Stage
 from benchmarks.collectives import link
-from benchmarks.harness import PICTURES, markdown, read, write
+from benchmarks.harness import PICTURES, has, markdown, read, write
 from benchmarks.hosts import launch, two_hosts
 from benchmarks.small_tasks import BATCH, CHARACTERS, CONTEXT, DATA, Net, batches, net
 
@@ -306,7 +306,8 @@ def table() -> str:
             cells.append(f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverges")
         lines.append(cells)
     heads = ["method", *(f"{data}, {optimizer}" for data, optimizer in panels)]
-    return "\n\n".join([markdown(heads, lines), timed("throughput"), timed("hosts")])
+    parts = [part for part in ("throughput", "hosts") if has(f"asynchronous_{part}")]
+    return "\n\n".join([markdown(heads, lines), *map(timed, parts)])
 
 
 def timed(part: str) -> str:
@@ -320,7 +321,7 @@ def timed(part: str) -> str:
          f"{float(row['ratio']):.3f}"]
         for row in rows
     ]  # fmt: skip
-    message = max(float(row["message_ms"]) for row in rows)
+    message = max(float(row.get("message_ms", 0)) for row in rows)
     said = f"A message between neighbours takes up to {message:.1f} ms." if message else ""
     return "\n\n".join(filter(None, [markdown(heads, cells), said]))
 

@@ -15,7 +15,7 @@ from benchmarks.alive import Alive
 from tests.support.ranks import run_ranks
 from tests.support.stale_weights import mesh
 
-WIDTH, BATCH, STEPS = 192, 8, 6
+WIDTH, LAYERS, BATCH, STEPS = 160, 16, 8, 6
 # Schedule and precision -> stages on two ranks.
 SCHEDULES: dict[tuple[str, str | None], int] = {
     ("1f1b", None): 2, ("pipedream", None): 2, ("pipedream vertical=1", None): 2, ("2bw", None): 2,
@@ -25,11 +25,11 @@ SCHEDULES: dict[tuple[str, str | None], int] = {
 
 
 class Wide(nn.Module):
-    """Four layers, of whose bytes nearly all are weights."""
+    """Layers of whose bytes nearly all are weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
