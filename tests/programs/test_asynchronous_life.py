@@ -17,6 +17,8 @@ import autopar
 from autopar.errors import AutoparError, ProgramError
 from autopar.inter_op import schedules
 from autopar.ir.action import parse_row
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS
 from autopar.planning.pipelines.stages import schedule_of
 from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
 from autopar.runtime.pipeline.routes import Placement
@@ -77,6 +79,21 @@ def test_several_stages_of_a_rank_are_refused_by_name() -> None:
     with pytest.raises(ProgramError, match=r"the stages \[0, 1\] share their ranks") as caught:
         refuse_what_cannot_stream([], placement, training, {}, torch.device("cpu"))  # type: ignore[arg-type]
     assert "one optimizer would update both" in caught.value.why
+
+
+@pytest.mark.parametrize("over", ["@rack", "(layers.9.weight)"])
+def test_sums_of_what_a_stage_does_not_have_are_refused_by_name(over: str) -> None:
+    """Rows of a saved program may be edited by hand."""
+    row = parse_row(f"F0.0 B0.0 SYNC0.0/{over} UPDATE0.0")
+    placement = Placement((((0,),),), (row,), 1)
+    training = SimpleNamespace(clip_norm=None, on_nonfinite="raise")
+    module = SimpleNamespace(
+        precision=AS_IS, host_state=False, fused_update=False, parameters=(),
+        mesh=Mesh.parse("cpu: gpu=1"),
+    )  # fmt: skip
+    with pytest.raises(ProgramError, match="which names the") as caught:
+        refuse_what_cannot_stream([module], placement, training, {}, torch.device("cpu"))  # type: ignore[list-item, arg-type]
+    assert "stage 0 trains no such parameter" in caught.value.why
 
 
 FIFTH = '''
