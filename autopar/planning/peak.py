@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.intra_op.kernel_work import works
@@ -32,6 +34,8 @@ def simulated_peak(
     """
     if not is_trained(graph):
         return plan.predicted.peak_bytes
+    if repeated is not None:
+        plan = replace(plan, microbatches=repeated.in_update)
     settings = settings_on(plan.mesh.device)
     step = tasks(graph, plan, works(graph, plan, known), prices, settings)
     model = AnalyticModel(plan.mesh, in_step=True)
