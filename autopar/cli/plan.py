@@ -236,7 +236,7 @@ def command(
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method(way).beside(ADAMW))
+        options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
