@@ -6,11 +6,11 @@ ranks get more; packed, a bucket is one all_reduce. The source is DeepSpeed's po
 at scale (blogs/comm-opt, 2023): a dense model of 7B takes half the time.
 
 Of a mixture of experts it says 5 to 8 times, for all gradients, where an expert's replicas lie on
-different nodes. Here it is 1.6 to 2.2 on 1024 devices, and less on fewer. The 8.7 GB of experts on a
-device take 0.7 s packed at the bandwidth of its card, so that the reduces would have to take 4 to
-6 s. They take 1.4 to 1.9 with 16 to 128 experts, whether they are cut at the borders of owners alone
-or also between layers. The post gives neither the number of experts nor the network. A fixed 1 to
-3 ms for each reduce would give its 5 to 8 times, and 10 times for the dense model.
+different nodes. Here it is 1.6 to 2.2 on 1024 devices, and less on fewer. The 8.7 GB of experts on
+a device take 0.7 s packed at the bandwidth of its card, so that the reduces would have to take 4 to
+6 s. They take 1.4 to 1.9 with 16 to 128 experts, whether they are cut at the borders of owners
+alone or also between layers. The post gives neither the number of experts nor the network. A fixed
+1 to 3 ms for each reduce would give its 5 to 8 times, and 5 to 11 times for the dense model.
 """
 
 from __future__ import annotations
