@@ -137,7 +137,7 @@ def gathered(rows: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def counted() -> list[tuple[int, int, int]]:
-    return [gathered(rows) for rows in ((8,), (8, 8, 8), (8, 7))]
+    return [gathered(rows) for rows in ((8,), (8,) * 20, (8, 7))]
 
 
 def test_updated_parameters_arrive_where_they_are_kept() -> None:
@@ -148,7 +148,7 @@ def test_updated_parameters_arrive_where_they_are_kept() -> None:
     """
     for alone, several, uneven in run_ranks(counted, count=2):
         assert alone[0] == 0, alone
-        copied, whole, parts = several
+        copied, whole, parts = several  # four or more in a bucket, a tenth of all
         assert copied == whole + parts
         copied, whole, parts = uneven
         assert copied <= whole + 2 * parts + 2 * 64
