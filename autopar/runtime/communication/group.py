@@ -317,8 +317,9 @@ class Group:
         return arrive
 
     def _in_order(self, x: Tensor) -> bool:
-        """Returns whether the blocks of rows of x lie in the order of ranks, equally long."""
-        return x.shape[0] % self.size == 0 and list(self.order) == sorted(self.order)
+        """Returns whether blocks of rows of x lie in memory in the order of ranks, equally long."""
+        straight = x.is_contiguous() and list(self.order) == sorted(self.order)
+        return straight and x.shape[0] % self.size == 0
 
     def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
         """Gathers `dim` while splitting `to_dim`."""
