@@ -94,7 +94,7 @@ def train_one(case: Case) -> Trained:
         stages=case.stages,
     )
     executor: Any = session._executor
-    stages = stages_of(executor)
+    stages = [executor] if case.stages == 1 else list(executor.stages.values())
     (mesh,) = {str(stage.runtime.mesh) for stage in stages}
     weights = [weight for stage in stages for weight in stage.weights.all]
     planned: Counter[str] = Counter()
@@ -123,11 +123,6 @@ def train_one(case: Case) -> Trained:
     state = session.state_dict()
     session.close()
     return Trained(losses, state, paths, mesh)
-
-
-def stages_of(executor: Any) -> list[Any]:
-    """The parts of a program on this rank that have weights."""
-    return [executor] if hasattr(executor, "weights") else list(executor.stages.values())
 
 
 # By hand ------------------------------------------------------------------------------------------
@@ -393,9 +388,8 @@ def test_four_ranks_in_two_calls_along_two_axes_and_beside_tensor_parallelism() 
 def test_stages_of_a_pipeline_compress_their_own_gradients() -> None:
     check(
         [
-            Case(FOUR, "top-k 10 %", microbatches=2, stages=2),
-            Case(FOUR, "1-bit", "zero2", 4, stages=2),
-            Case(FOUR, "powersgd rank 2", "zero1", 2, stages=2),
+            Case(FOUR, method, state, count, stages=2)
+            for method, state, count in (("1-bit", "zero2", 4), ("powersgd rank 2", "zero1", 2))
         ]
     )
 
