@@ -60,7 +60,7 @@ class _GatheredAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         keys, values = _gathered(key, value, ring)
         given = widened(gradients[0])
-        after = lse, given, (given * out).sum(-1, keepdim=True)
+        after = lse, given, (given * out).sum(-1, keepdim=True), out
         found = partial_gradients((query, keys, values), mask, ctx.how, _first(ring), after)
         rows = []
         for device in ring.keys:
