@@ -9,6 +9,7 @@ merged lse and out, the gradient of each part is that of its own keys alone (Dao
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +92,34 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     total = torch.logaddexp(lse, more_lse)
     finite = _finite(total)
     return out * (lse - finite).exp() + more * (more_lse - finite).exp(), total
+
+
+def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merges attention of the same queries over other keys into `out` and `lse`.
+
+    On a GPU it is one kernel, where the operands lie as that takes them.
+    """
+    if out.is_cuda and _merged_by_kernel(out, lse, more, more_lse):
+        return
+    for held, new in zip((out, lse), merge(out, lse, more, more_lse), strict=True):
+        held.copy_(new)
+
+
+def _merged_by_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> bool:
+    """Merges with the kernel for (batch, row, head, width); returns whether it takes these."""
+    if out.dim() != 4:
+        return False
+    # Few programs have a ring, and importing the kernels takes a second.
+    kernel = importlib.import_module("autopar_kernels.registry").operators()["attention_merge_"]
+    total = lse.squeeze(-1).contiguous()
+    operands = (
+        out.transpose(1, 2), total, more.transpose(1, 2), more_lse.squeeze(-1).contiguous(),
+    )  # fmt: skip
+    if kernel.unfit(operands):
+        return False
+    kernel.run(*operands)
+    lse.copy_(total.unsqueeze(-1))
+    return True
 
 
 @dataclass(frozen=True)

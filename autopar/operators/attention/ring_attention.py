@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.operators.attention.partial_attention import (
     Attention,
-    merge,
+    merge_into,
     partial_attention,
     partial_gradients,
 )
@@ -205,9 +205,7 @@ class Turn:
             cut = _cut(self.mask, rows, (meeting.start, columns[1]))
             how = _masked(self.how, ahead)
             more = partial_attention(*self._part(rows, columns), cut, how, ahead or 0)
-            mine = _narrow(out, rows), _narrow(lse, rows)
-            for held, new in zip(mine, merge(*mine, *more), strict=True):
-                held.copy_(new)
+            merge_into(_narrow(out, rows), _narrow(lse, rows), *more)
 
     def differentiate(self, after: Sequence[Tensor], sums: Sequence[Tensor | None]) -> None:
         """Adds the gradients from this block.
@@ -243,6 +241,9 @@ def unattended(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tup
     """Returns attention over no keys, in at least float32, and its lse."""
     shape, wide = _result_shape(query, key, value, how), widened(query).dtype
     lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
+    if len(shape) == 4:  # (batch, row, head, width) in memory, as torch's kernels write it
+        shape = shape[0], shape[2], shape[1], shape[3]
+        return query.new_zeros(shape, dtype=wide).transpose(1, 2), lse
     return query.new_zeros(shape, dtype=wide), lse
 
 
