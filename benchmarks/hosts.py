@@ -67,9 +67,10 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def several_hosts(count: int, rate: str) -> Iterator[tuple[Host, ...]]:
+def several_hosts(count: int, rate: str, inside: str = "") -> Iterator[tuple[Host, ...]]:
     """Namespaces on a switch, each behind a link of `rate` in each direction; removed after.
 
+    Processes of one host share a link of the rate `inside`, by default as fast as the machine is.
     Leaves the program if they cannot be made, with the command that failed.
     """
     tag = f"ap{os.getpid()}"
@@ -95,6 +96,9 @@ def several_hosts(count: int, rate: str) -> Iterator[tuple[Host, ...]]:
             _run(*inside, "link", "set", host.interface, "up")
             _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
             _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+            if inside:
+                slow = ("root", "tbf", "rate", inside, "burst", "256kb", "latency", "100ms")
+                _run("tc", "-n", host.name, "qdisc", "add", "dev", "lo", *slow)
         yield hosts
     finally:
         for name in (*(host.name for host in hosts), switch):  # the links go with them

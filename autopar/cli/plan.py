@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ from autopar.cli.common.console import JSON, Stages, print_json, print_out, say,
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
+    capture_whole,
     is_data,
     model_of_any_size,
     own_rules,
@@ -20,13 +21,14 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.explain import explained
-from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
-from autopar.errors import OptionError, ProgramError
+from autopar.errors import BatchError, OptionError, ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
+from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
@@ -35,15 +37,16 @@ from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.local_rounds import Rounds, rounds_of
 from autopar.planning.options import AUTO, Options
-from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
-from autopar.runtime.ranks.processes import as_mesh
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.capture.capture import Captured
+    from autopar.planning.local_rounds import Rounds
+    from autopar.runtime.outer.method import Method
 
 
 @click.command("plan")
@@ -69,8 +72,9 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--allow",
     metavar="WHAT",
-    help='With --global-batch: "stale gradients" admits schedules that update weights while '
-    "microbatches are in flight (such as 2bw), which changes the result of training.",
+    help='What may change the result of training. "stale gradients", with --global-batch, admits '
+    'schedules that update weights while microbatches are in flight (such as 2bw); "local updates" '
+    "also prices replicas that train apart, and takes the fastest.",
 )
 @pin_options
 @click.option(
@@ -204,10 +208,9 @@ def command(
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
-    devices, way = as_mesh(mesh_text), Outer.read(outer)
-    mesh, batch = _replica(devices, way, batch, global_batch)
+    devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None
-    limit = device(mesh).usable if before is None else min(before.limit, device(mesh).usable)
+    limit = device(devices).usable if before is None else min(before.limit, device(devices).usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -221,7 +224,6 @@ def command(
         "stages": None if global_batch is None else "auto",
         "global_batch": global_batch,
         "allow": allow,
-        "update": None if way is None else method_of(way).beside(ADAMW),
     }
     options = replace(
         Options() if before is None else Options.like(before),
@@ -235,6 +237,11 @@ def command(
     )
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    if way is None and LOCAL_UPDATES in allowed(options.allow):
+        way = _fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
+    mesh, batch = _replica(devices, way, batch, global_batch)
+    if way is not None:
+        options = replace(options, update=_method(way).beside(ADAMW))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
@@ -248,8 +255,9 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        plan = Plan.of(best, spec).under(way, devices)
-        rounds = None if way is None else rounds_of(graph, best, way, method_of(way), devices)
+        inside = Plan.of(best, spec)
+        plan = inside if way is None else inside.under(way, devices, _method(way).CHANGES)
+        rounds = None if way is None else _rounds(graph, inside, way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
@@ -263,6 +271,30 @@ def command(
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Outer | None:
+    """Prints every way to train replicas apart, and returns the fastest; None for one program."""
+    from autopar.planning import local_choice
+
+    if spec.batch is None:
+        raise OptionError("--allow 'local updates' divides the batch among replicas",
+                          todo="pass --batch")  # fmt: skip
+    whole = spec.batch
+    with stages(quiet=as_json) as stage:
+
+        def capture(replicas: int, inside: Mesh) -> Captured:
+            if whole % replicas:
+                raise BatchError(f"{whole} samples do not divide into {replicas} replicas")
+            stage(f"{replicas} replicas" if replicas > 1 else "one program")
+            return capture_whole(
+                replace(spec, batch=whole // replicas), options, Stages(None, stage)
+            )
+
+        found = local_choice.offers(capture, mesh, options)
+    if not as_json:
+        print_out(local_choice.table(found), "")
+    return found[0].plan.outer
 
 
 def _replica(
@@ -280,6 +312,20 @@ def _replica(
             todo=f"pass --batch, a multiple of {replicas}, and leave out --global-batch",
         )
     return outer.within(mesh), batch // replicas
+
+
+def _method(outer: Outer) -> Method:
+    """Returns the method of replicas that train apart, whose update is torch's."""
+    from autopar.runtime.outer.methods import method_of
+
+    return method_of(outer)
+
+
+def _rounds(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
+    """Prices the rounds of replicas that train apart."""
+    from autopar.planning.local_rounds import rounds_of
+
+    return rounds_of((graph,), plan, outer, _method(outer), devices)
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
@@ -310,6 +356,9 @@ def _pipeline(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
     """Searches for the fastest pipeline and prints it; the options apply to each stage."""
+    from autopar.cli.pipeline import render, to_json
+    from autopar.planning.pipelines.automatic import plan_pipeline
+
     batch = options.global_batch
     assert batch is not None
     model = model_of_any_size(spec, options)
@@ -345,7 +394,10 @@ def _plan_json(plan: Plan) -> dict[str, object]:
 
 
 def _rounds_json(rounds: Rounds | None) -> dict[str, object]:
-    return {} if rounds is None else {"outer": str(rounds.outer), "rounds": asdict(rounds.price)}
+    if rounds is None:
+        return {}
+    price = {**asdict(rounds.price), "exposed_seconds": rounds.price.exposed_seconds}
+    return {"outer": str(rounds.outer), "rounds": price, "changes": rounds.changes}
 
 
 def _solver_line(plan: StagePlan) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, Turn, unattended
+from autopar.operators.attention.sequence_forms import groups
 from autopar.operators.attention.sequences import (
     Parcel,
     contiguous,
@@ -25,14 +26,6 @@ from autopar.operators.attention.sequences import (
     zigzag,
 )
 from autopar.operators.peer_devices import Peers, widened
-
-
-def groups(count: int) -> list[range]:
-    """Returns the blocks that each call brings: two in the first and in the last, else one."""
-    if count <= 3:
-        return [range(count)]
-    middle = [range(at, at + 1) for at in range(2, count - 2)]
-    return [range(2), *middle, range(count - 2, count)]
 
 
 def zigzag_attention(

@@ -7,16 +7,14 @@ order, another the result back. So position-dependent values beside attention ne
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
     collective,
     gradient_bytes,
+    groups,
     is_causal,
     kernels,
     scores_bytes,
@@ -24,10 +22,13 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.zigzag_attention import groups, zigzag_attention
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -41,6 +42,9 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Causal attention whose sequence is split, each device with equally much to compute."""
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.zigzag_attention import zigzag_attention
+
     return zigzag_attention(query, key, value, Attention.of(**how), mesh.group(axis), size)
 
 
