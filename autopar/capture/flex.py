@@ -118,14 +118,22 @@ def _attention(
             why="gradients do not flow through them, and no form of attention has them",
             todo="leave out max_scores",
         )
-    if score_mod is None and return_aux is None and not lse_alone:
+    wants_aux = return_aux is not None or lse_alone
+    if score_mod is None and not wants_aux:
         return F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=enable_gqa
         )
     scores = _scores(query, key, scale)
     if score_mod is not None:
-        with _Positions():
+        with _Followed(scores) as followed:
             scores = score_mod(scores, *at)
+        bias = followed.bias(scores)
+        # In half precision the mask would be rounded, as scores are not.
+        if bias is not None and bias.dtype == query.dtype and not wants_aux:
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+            )
     out, lse = _weighted(scores, mask, value)
     if score_mod is None:
         out = F.scaled_dot_product_attention(
@@ -222,6 +230,51 @@ class _Positions(TorchFunctionMode):
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return _looked_up(args[0], args[1])
         return func(*args, **(kwargs or {}))
+
+
+class _Followed(_Positions):
+    """Also follows the scores: what is added to them, and where they become minus infinity."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__()
+        self._shape, self._dtype = scores.shape, scores.dtype
+        self._now: Any = scores
+        self._bias: Any = 0.0
+        self._before: list[Tensor] = []
+        self._additive = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        given = (*args, *(kwargs or {}).values())
+        if any(item is old for item in given for old in self._before):
+            self._additive = False
+        elif any(item is self._now for item in given):
+            bias = None if kwargs else self._added(func.__name__.strip("_"), args)
+            self._additive = self._additive and bias is not None
+            self._before.append(self._now)
+            self._now, self._bias = result, bias
+        return result
+
+    def _added(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Returns what has been added to the scores after a call, None if that is not all."""
+        if name in ("add", "radd") and len(args) == 2:
+            return self._bias + (args[1] if args[0] is self._now else args[0])
+        if name == "sub" and len(args) == 2 and args[0] is self._now:
+            return self._bias - args[1]
+        hides = name == "where" and len(args) == 3 and args[1] is self._now
+        if hides and not isinstance(args[2], Tensor) and args[2] == -torch.inf:
+            bias = self._bias
+            wide = bias.to(self._dtype) if isinstance(bias, Tensor) else bias
+            return torch.where(args[0], wide, -torch.inf)
+        return None
+
+    def bias(self, result: Tensor) -> Tensor | None:
+        """Returns what is added to the scores in all; None if the result is not such a sum."""
+        if not self._additive or result is not self._now or not isinstance(self._bias, Tensor):
+            return None
+        return self._bias.to(self._dtype).expand(*self._bias.shape[:-2], *self._shape[-2:])
 
 
 def _looked_up(table: Tensor, index: Any) -> Any:
