@@ -118,26 +118,15 @@ def _attention(
             why="gradients do not flow through them, and no form of attention has them",
             todo="leave out max_scores",
         )
-    wants_aux = return_aux is not None or lse_alone
-    if score_mod is None and not wants_aux:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-        )
-    scores = _scores(query, key, scale)
+    scores, fused, sums = _scores(query, key, scale), score_mod is None, mask
     if score_mod is not None:
         with _Followed(scores) as followed:
             scores = score_mod(scores, *at)
-        bias = followed.bias(scores)
-        # In half precision the mask would be rounded, as scores are not.
-        if bias is not None and bias.dtype == query.dtype and not wants_aux:
-            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-            )
+        fused, sums = followed.mask(scores, mask, query.dtype)
     out, lse = _weighted(scores, mask, value)
-    if score_mod is None:
+    if fused:  # nothing then reads the result of the scores
         out = F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+            query, key, value, sums, scale=scale, enable_gqa=enable_gqa
         )
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
@@ -270,11 +259,21 @@ class _Followed(_Positions):
             return torch.where(args[0], wide, -torch.inf)
         return None
 
-    def bias(self, result: Tensor) -> Tensor | None:
-        """Returns what is added to the scores in all; None if the result is not such a sum."""
-        if not self._additive or result is not self._now or not isinstance(self._bias, Tensor):
-            return None
-        return self._bias.to(self._dtype).expand(*self._bias.shape[:-2], *self._shape[-2:])
+    def mask(
+        self, result: Tensor, mask: Tensor | None, dtype: torch.dtype
+    ) -> tuple[bool, Tensor | None]:
+        """Returns whether a mask of a dtype, which the second result is, does all that is done.
+
+        In half precision it would be rounded, as scores are not.
+        """
+        if not self._additive or result is not self._now:
+            return False, None
+        if not isinstance(self._bias, Tensor):  # a number, which all weights share
+            return True, mask
+        if dtype != self._dtype:
+            return False, None
+        bias = self._bias.to(dtype).expand(*self._bias.shape[:-2], *self._shape[-2:])
+        return True, bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
 def _looked_up(table: Tensor, index: Any) -> Any:

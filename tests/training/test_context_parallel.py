@@ -23,7 +23,7 @@ FORMS = {
     LINE: ("gathered", "ring", "ring zigzag", "ulysses"),
     GRID: ("ulysses ring", "ring zigzag"),
 }
-PACKED = {LINE: ("ring", "flex ring", "flex ulysses"), GRID: ("ulysses ring",)}
+PACKED = {LINE: ("balanced", "flex ring"), GRID: ("ulysses ring",)}
 STARTS = ((0, 5, 11), (0, 7, 13))  # of the documents of each row
 STEPS = 3
 
