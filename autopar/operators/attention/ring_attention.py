@@ -200,9 +200,8 @@ class Turn:
 
     def attend(self, out: Tensor, lse: Tensor) -> None:
         """Merges attention over this block into that over others."""
-        for meeting in self.ring.meetings(self.number, self.how.causal):
+        for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
-            cut = _cut(self.mask, rows, (meeting.start, columns[1]))
             how = _masked(self.how, ahead)
             more = partial_attention(*self._part(rows, columns), cut, how, ahead or 0)
             merge_into(_narrow(out, rows), _narrow(lse, rows), *more)
@@ -215,9 +214,8 @@ class Turn:
             sums: of queries, of this block's keys and values, and of the mask, if it has one.
         """
         into, into_key, into_value, into_mask = sums
-        for meeting in self.ring.meetings(self.number, self.how.causal):
+        for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
-            cut = _cut(self.mask, rows, (meeting.start, columns[1]))
             near = [_narrow(x, rows) for x in after]
             how = _masked(self.how, ahead)
             part = self._part(rows, columns)
@@ -230,6 +228,13 @@ class Turn:
                     _narrow(total, run).add_(more)
             if into_mask is not None and found.mask is not None:
                 _cut_of(into_mask, rows, (meeting.start, columns[1])).add_(found.mask)
+
+    def _seen(self) -> Iterator[tuple[Meeting, Tensor | None]]:
+        """Yields the meetings in which a query sees a key, and their part of the mask."""
+        for meeting in self.ring.meetings(self.number, self.how.causal):
+            cut = _cut(self.mask, meeting.rows, (meeting.start, meeting.columns[1]))
+            if cut is None or cut.dtype != torch.bool or bool(cut.any()):
+                yield meeting, cut
 
     def _part(self, rows: Run, columns: Run) -> tuple[Tensor, Tensor, Tensor]:
         return (
