@@ -237,11 +237,12 @@ class _Followed(_Positions):
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         given = (*args, *(kwargs or {}).values())
-        if any(item is old for item in given for old in self._before):
+        again = any(item is old for item in given for old in self._before)
+        if again or not self._additive:
             self._additive = False
         elif any(item is self._now for item in given):
             bias = None if kwargs else self._added(func.__name__.strip("_"), args)
-            self._additive = self._additive and bias is not None
+            self._additive = bias is not None
             self._before.append(self._now)
             self._now, self._bias = result, bias
         return result
