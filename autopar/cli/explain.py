@@ -41,11 +41,9 @@ from autopar.ir.update import NO_STATES
 from autopar.lower.program import lower
 from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import linears
-from autopar.planning.local_rounds import rounds_of
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.prices import limit_of_plan
-from autopar.runtime.outer.methods import method_of
 from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
@@ -130,6 +128,9 @@ def command(
         print_out(*(render_fused(part.plan.fused) if by is None else ()))
     outer = asked.plan.outer
     if outer is not None and not as_json and by is None and not named:
+        from autopar.planning.local_rounds import rounds_of
+        from autopar.runtime.outer.methods import method_of
+
         rounds = rounds_of(opened.graphs, asked.plan, outer, method_of(outer), asked.plan.mesh)
         print_out("", rounds.text())
 

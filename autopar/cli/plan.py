@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,22 +14,21 @@ from autopar.cli.common.console import JSON, Stages, print_json, print_out, say,
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
-    capture_whole,
     is_data,
     model_of_any_size,
     own_rules,
     shapes,
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
 from autopar.cli.explain import explained
 from autopar.cost.device import device
-from autopar.errors import BatchError, OptionError, ProgramError
+from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
@@ -42,11 +42,6 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
-
-if TYPE_CHECKING:
-    from autopar.capture.capture import Captured
-    from autopar.planning.local_rounds import Rounds
-    from autopar.runtime.outer.method import Method
 
 
 @click.command("plan")
@@ -238,10 +233,10 @@ def command(
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
     if way is None and LOCAL_UPDATES in allowed(options.allow):
-        way = _fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
-    mesh, batch = _replica(devices, way, batch, global_batch)
+        way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
+    mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=_method(way).beside(ADAMW))
+        options = replace(options, update=method(way).beside(ADAMW))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
@@ -256,76 +251,28 @@ def command(
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         inside = Plan.of(best, spec)
-        plan = inside if way is None else inside.under(way, devices, _method(way).CHANGES)
-        rounds = None if way is None else _rounds(graph, inside, way, devices)
+        plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
+        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **limits, **_rounds_json(rounds)})
+        print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        print_out(render_summary(explanation), "", render_parameters(explanation))
-        print_out(*render_fused(best.fused))
-        say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
-        _warn_whole(explanation)
+        _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Outer | None:
-    """Prints every way to train replicas apart, and returns the fastest; None for one program."""
-    from autopar.planning import local_choice
-
-    if spec.batch is None:
-        raise OptionError("--allow 'local updates' divides the batch among replicas",
-                          todo="pass --batch")  # fmt: skip
-    whole = spec.batch
-    with stages(quiet=as_json) as stage:
-
-        def capture(replicas: int, inside: Mesh) -> Captured:
-            if whole % replicas:
-                raise BatchError(f"{whole} samples do not divide into {replicas} replicas")
-            stage(f"{replicas} replicas" if replicas > 1 else "one program")
-            return capture_whole(
-                replace(spec, batch=whole // replicas), options, Stages(None, stage)
-            )
-
-        found = local_choice.offers(capture, mesh, options)
-    if not as_json:
-        print_out(local_choice.table(found), "")
-    return found[0].plan.outer
-
-
-def _replica(
-    mesh: Mesh, outer: Outer | None, batch: int | None, search: int | None
-) -> tuple[Mesh, int | None]:
-    """Returns the mesh and the batch of one replica; OptionError if they cannot be."""
-    if outer is None:
-        return mesh, batch
-    outer.check(mesh)
-    replicas = outer.count(mesh)
-    if search is not None or batch is None or batch % replicas:
-        raise OptionError(
-            f"--outer needs the batch of {replicas} replicas",
-            why=f"--batch is {batch}" if search is None else "--global-batch is given",
-            todo=f"pass --batch, a multiple of {replicas}, and leave out --global-batch",
-        )
-    return outer.within(mesh), batch // replicas
-
-
-def _method(outer: Outer) -> Method:
-    """Returns the method of replicas that train apart, whose update is torch's."""
-    from autopar.runtime.outer.methods import method_of
-
-    return method_of(outer)
-
-
-def _rounds(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
-    """Prices the rounds of replicas that train apart."""
-    from autopar.planning.local_rounds import rounds_of
-
-    return rounds_of((graph,), plan, outer, _method(outer), devices)
+def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
+    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+    print_out(render_summary(explanation), "", render_parameters(explanation))
+    print_out(*render_fused(best.fused))
+    say("\n".join([_solver_line(best), *further]))
+    if explanation.whole:
+        names = ", ".join(f"%{name}" for name in explanation.whole)
+        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
@@ -393,13 +340,6 @@ def _plan_json(plan: Plan) -> dict[str, object]:
     }
 
 
-def _rounds_json(rounds: Rounds | None) -> dict[str, object]:
-    if rounds is None:
-        return {}
-    price = {**asdict(rounds.price), "exposed_seconds": rounds.price.exposed_seconds}
-    return {"outer": str(rounds.outer), "rounds": price, "changes": rounds.changes}
-
-
 def _solver_line(plan: StagePlan) -> str:
     """Returns a line on the solver, its optimality gap and time, recomputation and offload."""
     run = plan.solver
@@ -408,9 +348,3 @@ def _solver_line(plan: StagePlan) -> str:
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
     return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
-
-
-def _warn_whole(explanation: Explanation) -> None:
-    if explanation.whole:
-        names = ", ".join(f"%{name}" for name in explanation.whole)
-        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
