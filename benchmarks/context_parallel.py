@@ -11,6 +11,7 @@ process. Writes results/context_parallel.csv and prints the table of docs/result
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import sys
 import time
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.experimental import _attention as theirs
 
 from autopar.ir.mesh import Mesh
 from autopar.operators.attention.sequences import Parcel, contiguous, dealt, zigzag
@@ -41,6 +41,9 @@ PAIRS = {
     "ulysses": ("ALL_TO_ALL", True),
 }
 Call = Callable[[], tuple[Tensor, ...]]
+theirs: Any = importlib.import_module(
+    "torch.distributed.tensor.experimental._context_parallel._attention"
+)
 
 
 def drawn(length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -74,7 +77,7 @@ def torchs(rotation: str, balanced: bool, parts: list[Tensor]) -> Call:
     """Attention and its gradients by torch's ring, with its kernel for CPUs."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    group, options = dist.group.WORLD, theirs._cp_options  # type: ignore[attr-defined]
+    group, options = dist.group.WORLD, theirs._cp_options
 
     def call() -> tuple[Tensor, ...]:
         options.enable_load_balance = balanced
