@@ -57,7 +57,7 @@ def whole(length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The result and gradients in float64, of operands rounded to a dtype."""
     query, key, value, given = (x.double() for x in drawn(length, dtype))
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    out = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
     return (out.detach(), *torch.autograd.grad(out, inputs, given))
 
 
