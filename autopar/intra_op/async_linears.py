@@ -18,9 +18,10 @@ from autopar.intra_op.node_choices import Option, operand_types
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Edge, Matrix
 from autopar.intra_op.rule import OpRule, resolve
-from autopar.ir.collective import Resharder, Step, moves
+from autopar.ir.collective import Step, moves
 from autopar.ir.fusion.async_tensor_parallel import LINEAR, Beside, runs_beside
 from autopar.ir.graph import Node
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
 
 Seconds = tuple[float, float]  # forwards and backwards

@@ -100,9 +100,10 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._in_update = self._microbatches if repeated is None else repeated.in_update
         late = repeated is not None and repeated.late_loss
         self._late_loss = late and graph.loss is not None
-        self._bucket = bucket_of(graph)
+        self._bucket, self._fingerprint = bucket_of(graph), fingerprint(graph)
 
     def plan(self, limit: float) -> StagePlan:
         """Returns the fastest plan within `limit` bytes of a device.
@@ -136,7 +137,7 @@ class Planner:
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
-            microbatches=self._microbatches,
+            microbatches=self._in_update,
             lies=self.lies,
             bucket=self._bucket,
             precision=options.precision,
@@ -163,7 +164,7 @@ class Planner:
         def planned(gap: float, allowed: float, before: Fitted | None) -> Fitted:
             choice, solution = solved(built, options.solver, allowed, before, gap)
             plan = StagePlan(
-                fingerprint(self.graph),
+                self._fingerprint,
                 self.mesh,
                 layouts(built, self.graph, choice),
                 predicted=built.figures(choice),
@@ -183,9 +184,9 @@ class Planner:
                 offload=offload,
                 late_loss=self._late_loss,
             )
-            plan = packed(self.graph, plan, self.prices)
-            plan = replace(plan, fused=savings(self.graph, plan, options.table, self.prices))
-            peak = simulated_peak(self.graph, plan, options.table, self.prices, self.repeated)
+            plan = packed(self.graph, plan, self.known)
+            plan = replace(plan, fused=savings(self.graph, plan, options.table, self.known))
+            peak = simulated_peak(self.graph, plan, options.table, self.known, self.repeated)
             simulated = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
             return Fitted(simulated, plan.predicted.peak_bytes, choice)
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.collective import Resharder, Step
+from autopar.ir.collective import Step
 from autopar.ir.graph import Graph, Node
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
 
 ASYNC = "async_tensor_parallel"  # its name in `fuse`
