@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.intra_op.node_choices import Option, node_options
 from autopar.intra_op.rules import rules
-from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding.resharder import Resharder
 from autopar.ir.tensor import Layout
 from autopar.operators.exchange import exchanged
 from tests.support.ranks import run_ranks
