@@ -31,7 +31,7 @@ from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
-from autopar.planning.peak import simulated_peak
+from autopar.planning.peak import with_simulated
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.prices import calibration_of, cost_model, limit_of
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
@@ -185,8 +185,7 @@ class Planner:
             )
             plan = packed(self.graph, plan, self.prices)
             plan = replace(plan, fused=savings(self.graph, plan, options.table, self.prices))
-            peak = simulated_peak(self.graph, plan, options.table, self.prices, self.repeated)
-            simulated = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
+            simulated = with_simulated(self.graph, plan, options.table, self.prices, self.repeated)
             return Fitted(simulated, plan.predicted.peak_bytes, choice)
 
         searches, exact = options.solver != "propagate", EXACT if self.repeated is None else ALIKE

@@ -82,9 +82,30 @@ class _OfProducts(TorchDispatchMode):
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns contexts for a block and its recomputation that run products and attention once."""
-    first, again = create_selective_checkpoint_contexts(_policy)
+    return _contexts(lambda _again: True)
+
+
+def keeping(*kept: bool) -> Callable[[], tuple[AbstractContextManager[Any], ...]]:
+    """Returns what makes contexts for a block whose products are run once where `kept` says so.
+
+    Args:
+        *kept: for each product and attention of the block, in order.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[Any], ...]:
+        left = {again: iter(kept) for again in (False, True)}
+        return _contexts(lambda again: next(left[again]))
+
+    return contexts
+
+
+def _contexts(
+    keeps: Callable[[bool], bool],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def policy(context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if keeps(context.is_recompute):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(policy)
     return _OfProducts(first), _OfProducts(again)
-
-
-def _policy(_context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE

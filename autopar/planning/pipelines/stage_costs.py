@@ -382,7 +382,9 @@ class StageCosts:
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
                 updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                known[storage] = sum(map(model.compute, update_works([updated], fused)))
+                each = self.options.execution.optimizer
+                works = update_works([updated], fused, each=each)
+                known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
