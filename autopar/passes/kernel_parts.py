@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.executed.execution import AS_WRITTEN, Part
+from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Part
 from autopar.ir.graph import PREFIX, Graph, Node
 
 # Operators that a compiler leaves to libraries.
@@ -47,7 +47,9 @@ class _Kernels:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, how = graph, graph.execution
-        self.inside = {name for repeat in graph.repeats for name in repeat.iterations[0]}
+        # A stage may be a single block, in which nothing repeats.
+        blocks = [name for repeat in graph.repeats for name in repeat.iterations[0]]
+        self.inside = set(blocks or (node.name for node in graph.nodes))
         chains = [*how.fused, *([CAST_LOSS] if how.loss == "compiled" else [])]
         groups = [*self._regions(how.compiled), *self._chains(chains)]
         self.kernel: dict[str, object] = {}
@@ -89,13 +91,12 @@ class _Kernels:
                 outside = self.readers.get(node.name, set()) - {own}
                 written = len(outside) or int(node.name in results)
                 found[node.name] = Part(fused=True, reads=tuple(reads), readers=written)
-            elif base_name(node.op) == "linear" and node.name in self.inside:
+            elif base_name(node.op) == "linear":
                 share, source = self.joined.get(node.name, ("", 1.0))[1], sources[0]
                 first = ("cast", source) not in seen
                 seen.add(("cast", source))
-                found[node.name] = Part(
-                    share=share, narrow=how.linears, casts=first and bool(how.linears)
-                )
+                narrow = how.linears if node.name in self.inside else ""
+                found[node.name] = Part(share=share, narrow=narrow, casts=first and bool(narrow))
             elif base_name(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
         return found
@@ -202,14 +203,14 @@ class _Saved:
         nodes = []
         for node in self.graph.nodes:
             first = self.graph[self.graph.template[node.name]]
-            part = self.parts.get(first.name)
-            if part is not None and first.name in saved:
+            part = self.parts.get(first.name, WHOLE)
+            if first.name in saved:
                 names = {**dict(zip(first.inputs, node.inputs, strict=True)), first.name: node.name}
                 own = tuple(names[name] for name in saved[first.name])
                 # A random mask is not computed again; statistics are.
                 types = node.saved_types if base_name(node.op) == "dropout" else ()
                 node = replace(node, part=part, saved=own, saved_types=types)
-            elif part is not None:
+            else:
                 node = replace(node, part=part)
             nodes.append(node)
         return replace(self.graph, nodes=tuple(nodes))

@@ -60,7 +60,7 @@ def with_simulated(
             update_seconds=updated,
             waiting_seconds=waiting,
         )
-    peak *= 1 + graph.execution.reserve
+    peak /= 1 - graph.execution.reserve
     return replace(plan, predicted=replace(predicted, peak_bytes=peak))
 
 

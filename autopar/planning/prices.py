@@ -65,8 +65,10 @@ def calibration_of(prices: CostModel) -> str:
 
 
 def limit_of(mesh: Mesh, options: Options) -> float:
-    """Returns the memory limit of a device in bytes."""
-    limit = device(mesh).usable if options.memory is None else options.memory
+    """Returns the memory limit of a device in bytes; all of it where the allocator's is known."""
+    chip = device(mesh)
+    usual = chip.memory if options.execution.reserve else chip.usable
+    limit = usual if options.memory is None else options.memory
     return parse_quantity(limit, "B") if isinstance(limit, str) else limit
 
 

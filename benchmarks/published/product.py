@@ -17,14 +17,16 @@ import torch
 import autopar
 from autopar import pins
 from autopar.plan import Plan
-from benchmarks.published import megatron, torchtitan
+from benchmarks.published import alpa, megatron, torchtitan
 from benchmarks.published.models import GPT, Llama, Sizes
 from benchmarks.published.torchtitan import DEVICE, SIZES
 
 NO_LIMIT = 1e16
 MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
 MEGATRON_CORE = "merged loss=steps optimizer=44"
-TORCHTITAN = "optimizer=28"
+TORCHTITAN = "optimizer=28 reserve=15%"
+ALPA = "compiled=all merged optimizer=30"
+ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
 
@@ -107,6 +109,27 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
         execution=" ".join([*words, TORCHTITAN]),
         memory=NO_LIMIT,
     )  # fmt: skip
+
+
+@cache
+def alpa_plan(run: alpa.Run) -> Plan:
+    """The plan of a row of Alpa's ablation of GPT."""
+    sizes = Sizes(run.hidden, alpa.HEADS, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    data, tensor = run.logical
+    split = [pins.megatron("tp")] if tensor > 1 else []
+    return autopar.plan(
+        model,
+        _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
+        example_inputs=_tokens(alpa.BATCH, alpa.SEQ),
+        pins=[*([pins.data_parallel("dp")] if data > 1 else []), *split],
+        state=ALPA_STATES.get(run.method, "zero2"),
+        precision="fp16 communication=fp16",
+        recompute="full",
+        execution=ALPA,
+        memory=NO_LIMIT,
+    )
 
 
 def torchtitan_tokens_per_second(run: torchtitan.Run) -> float:

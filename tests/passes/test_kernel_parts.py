@@ -150,6 +150,7 @@ def test_an_execution_and_its_graph_are_read_back() -> None:
         "speed=2",
         "optimizer=many",
         "reserve=2",
+        "merged merged",
         "fused=a",
     ):
         with pytest.raises(OptionError):

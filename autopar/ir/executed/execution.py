@@ -15,7 +15,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
     optimizer=60        bytes that the optimizer's step moves for each parameter of a device
-    reserve=5%          what the allocator holds beyond what is alive
+    reserve=15%         the share of what the allocator holds that is not alive: memory is then what
+                        it holds, and the default limit all of a device's
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Execution:
         linears: "" or the 8-bit format of the linears of blocks.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
-        reserve: bytes that the allocator holds beyond those alive, as a share of these.
+        reserve: the share of the bytes that the allocator holds that are not alive.
 
     Raises:
         OptionError: a value is not one of these.
@@ -65,7 +66,7 @@ class Execution:
                 raise _unreadable(
                     f"{name}={getattr(self, name)}", f"{name} is one of {', '.join(known)}"
                 )
-        for name, most in zip(_NUMBERS, (1e4, 1.0), strict=True):
+        for name, most in zip(_NUMBERS, (1e4, 0.9), strict=True):
             if not 0 <= getattr(self, name) <= most:
                 raise _unreadable(
                     f"{name}={getattr(self, name)}", f"{name} is between 0 and {most:g}"

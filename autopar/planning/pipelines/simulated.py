@@ -148,7 +148,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         own = [figures[number] for number, _ in stages]
         older = sum(figures[n].weights * further_copies(schedule, n) for n, _ in stages)
         alive = sum(s.fixed for s in own) + older + kept + max(s.transient for s in own)
-        memory.append(alive * (1 + graphs[number].execution.reserve))
+        memory.append(alive / (1 - graphs[number].execution.reserve))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
     return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
 
