@@ -48,8 +48,7 @@ def with_simulated(
         left = after_forward(step)
         trained = {n.name for n in graph.leaves("param") if n.requires_grad}
         fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-        weights = sum(left.get(f"parameter {name}", 0.0) for name in trained)
-        peak += repeated.others(fixed + kept, kept) + repeated.further * weights
+        peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, plan)
     elif graph.execution != AS_WRITTEN:
         updated, waiting = timeline.phases.get("optimizer", 0.0), 0.0
         if settings.host is not None:
