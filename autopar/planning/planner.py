@@ -33,7 +33,7 @@ from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
 from autopar.planning.peak import with_simulated
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.prices import calibration_of, cost_model, limit_of
+from autopar.planning.prices import calibration_of, cost_model, limit_of, slowdown_of
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
@@ -135,7 +135,7 @@ class Planner:
         given = Assumptions(
             update=options.update,
             unknown_ops=options.unknown_ops,
-            slowdown=device(self.mesh).slowdown,
+            slowdown=slowdown_of(self.mesh, options.execution),
             recompute=recompute,
             microbatches=self._in_update,
             lies=self.lies,

@@ -45,4 +45,5 @@ def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
     if name.lower() == "cpu":
         return Settings(overlap=frozenset({"parameter"}))
     host = Host.of(execution.host) if execution.host else None
-    return Settings(1.0, True, True, frozenset(OVERLAPS), host, execution.optimizer)
+    overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
+    return Settings(1.0, True, True, overlap, host, execution.optimizer)

@@ -25,7 +25,7 @@ NO_LIMIT = 1e16
 MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
 MEGATRON_CORE = "merged loss=steps optimizer=44"
 TORCHTITAN = "optimizer=28 reserve=15%"
-ALPA = "compiled=all merged optimizer=30"
+ALPA = "compiled=all merged waits optimizer=30"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
@@ -94,7 +94,10 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     if run.float8:
         words.append(f"linears=float8{'-rows' * run.rowwise}")
     axes = {"dp": run.fsdp // run.cp, "cp": run.cp, "tp": run.tp}
-    given = [pins.data_parallel("dp"), *([pins.megatron_sp("tp")] if run.tp > 1 else [])]
+    given: list[pins.Word] = [
+        pins.data_parallel("dp"),
+        *([pins.megatron_sp("tp")] if run.tp > 1 else []),
+    ]
     return autopar.plan(
         model,
         _axes(DEVICE, {name: size for name, size in axes.items() if size > 1}),

@@ -11,6 +11,7 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     merged              linears that read the same value are one product
     loss=steps          a cross entropy is a kernel for each of its steps; loss=compiled reads and
                         writes the logits once in each direction
+    waits               collectives of parameters and gradients take turns with kernels
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
@@ -28,7 +29,7 @@ from autopar.errors import OptionError
 REGIONS = ("blocks", "all")
 LOSSES = ("steps", "compiled")
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged",)
+_FLAGS = ("merged", "waits")
 _NUMBERS = ("optimizer", "reserve")
 _KNOWN = {"compiled": REGIONS, "loss": LOSSES, "linears": NARROW}
 
@@ -41,6 +42,7 @@ class Execution:
         compiled: "", "blocks" or "all".
         fused: chains of operator names, each of which is one kernel.
         merged: whether linears that read the same value are one product.
+        waits: whether collectives of parameters and gradients take turns with kernels.
         loss: "", "steps" or "compiled".
         linears: "" or the 8-bit format of the linears of blocks.
         host: a row of the table of hosts; "" if work is issued at once.
@@ -54,6 +56,7 @@ class Execution:
     compiled: str = ""
     fused: tuple[tuple[str, ...], ...] = ()
     merged: bool = False
+    waits: bool = False
     loss: str = ""
     linears: str = ""
     host: str = ""
@@ -85,7 +88,9 @@ class Execution:
             if name not in {field.name for field in fields(cls)} or name in values:
                 raise _unreadable(word, f"settings are {', '.join(f.name for f in fields(cls))}")
             if bool(sign and value) == (name in _FLAGS):
-                raise _unreadable(word, "every setting but `merged` has a value")
+                raise _unreadable(
+                    word, f"{' and '.join(_FLAGS)} have no value, other settings have one"
+                )
             values[name] = _value(name, value, word)
         return cls(**values)  # type: ignore[arg-type]
 

@@ -22,7 +22,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.device import device
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage_values import Candidate
@@ -50,7 +49,7 @@ from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed
 from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import cost_model, slowdown_of
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
@@ -341,7 +340,7 @@ class StageCosts:
         given = Assumptions(
             update=self.options.update,
             unknown_ops=self.options.unknown_ops,
-            slowdown=device(mesh).slowdown,
+            slowdown=slowdown_of(mesh, self.options.execution),
             recompute=parse_recompute(graph, recompute),
             microbatches=self.streamed.taken(microbatches),
             lies=lies,
