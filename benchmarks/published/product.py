@@ -94,10 +94,8 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     if run.float8:
         words.append(f"linears=float8{'-rows' * run.rowwise}")
     axes = {"dp": run.fsdp // run.cp, "cp": run.cp, "tp": run.tp}
-    given: list[pins.Word] = [
-        pins.data_parallel("dp"),
-        *([pins.megatron_sp("tp")] if run.tp > 1 else []),
-    ]
+    given: list[pins.Word] = [pins.data_parallel("dp")]
+    given += [pins.megatron_sp("tp")] if run.tp > 1 else []
     return autopar.plan(
         model,
         _axes(DEVICE, {name: size for name, size in axes.items() if size > 1}),

@@ -88,9 +88,7 @@ class Execution:
             if name not in {field.name for field in fields(cls)} or name in values:
                 raise _unreadable(word, f"settings are {', '.join(f.name for f in fields(cls))}")
             if bool(sign and value) == (name in _FLAGS):
-                raise _unreadable(
-                    word, f"{' and '.join(_FLAGS)} have no value, other settings have one"
-                )
+                raise _unreadable(word, f"all settings but {' and '.join(_FLAGS)} have a value")
             values[name] = _value(name, value, word)
         return cls(**values)  # type: ignore[arg-type]
 

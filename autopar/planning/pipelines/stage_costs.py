@@ -1,8 +1,7 @@
 """Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
-The intra-op solver plans a range as a graph of its own. Of a run of equal blocks only two are
-planned: a folded problem is linear in their number, so longer ranges on the same sub-mesh are
-priced by scaling it, which takes milliseconds.
+The intra-op solver plans a range as a graph of its own, with two of a run of equal blocks: a folded
+problem is linear in their number, so longer ranges are priced by scaling it, in milliseconds.
 
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
@@ -390,8 +389,7 @@ class StageCosts:
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
                 updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                each = self.options.execution.optimizer
-                works = update_works([updated], fused, each=each)
+                works = update_works([updated], fused, each=self.options.execution.optimizer)
                 known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 
