@@ -39,7 +39,7 @@ class _InFloat32(TorchFunctionMode):
     """
 
     def __init__(self, narrow: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.narrow = narrow
 
     def __torch_function__(

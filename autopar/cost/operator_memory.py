@@ -41,6 +41,7 @@ _PASSED_ON = {
 }
 # Every operand's gradient is a view of the result's gradient.
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
+_SHARE = "autopar.share"
 # Views whose gradient is a new tensor: zeros around a part, or a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
 # Across the parts of a split dimension these need a temporary of the result's size, others one of
@@ -140,6 +141,8 @@ def recipe(
         float(layout.local_bytes(tensor, mesh))
         for tensor, layout in zip(node.types, out, strict=True)
     )
+    if _inside(node):
+        given = (0.0,) * len(given)
     taken = tuple(
         float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
     )
@@ -242,7 +245,7 @@ def _backward_scratch(
     node: Node, operands: tuple[float, ...], result: float, gradients: tuple[float, ...]
 ) -> float:
     """Returns the bytes of the backward's temporaries."""
-    if not node.requires_grad:
+    if not node.requires_grad or node.part.fused:
         return 0.0
     if node.op == "aten.cross_entropy_loss":
         return operands[0]  # gradient of the log-softmax, before that of the logits
@@ -256,11 +259,18 @@ def _gradient(node: Node, place: int, operand: Node, size: float, result: float)
     """Returns the bytes of an operand's gradient: 0 if shared with the result's, -1 if none."""
     if not (node.requires_grad and operand.requires_grad):
         return -1.0
+    if _inside(operand):
+        return 0.0
     if node.op in _VIEWED or (place in _PASSED_ON.get(node.op, ()) and size == result):
         return 0.0
     if node.alias is not None and node.op not in _OWN_GRADIENT:
         return 0.0 if node.alias == operand.name else -1.0
     return size
+
+
+def _inside(node: Node) -> bool:
+    """Returns whether a value lives inside a kernel only, and takes no memory."""
+    return node.part.fused and not node.part.readers and node.alias is None and node.op != _SHARE
 
 
 def _like(
