@@ -48,7 +48,8 @@ def measure(path: str, solver: str, limit: float, seed: int) -> dict[str, Any]:
     def watch(seconds: float, price: float, bound: float) -> None:
         trace.append((round(read + seconds, 3), price if price < 1e300 else None, bound))
 
-    options = {"time_limit": max(limit - read, 0.0), "seed": seed, "watch": watch}
+    options: dict[str, Any] = {"time_limit": max(limit - read, 0.0), "work": limit, "seed": seed}
+    options["watch"] = watch
     row: dict[str, Any] = {"nodes": len(problem.nodes), "edges": len(problem.edges)}
     try:
         found = solve(problem, solver, **options)
