@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.intra_op.reduce.flat import Ints
+from autopar.intra_op.solvers._integer.closing import pairs_below
 from autopar.intra_op.solvers._large.kicks import Walk, anneal
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import usage
-from autopar.intra_op.solvers._search import Search
+from autopar.intra_op.solvers._search import Relaxation, Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
+MANY = 400_000  # pairs of choices that the bound leaves, above which they are not tried either
 PAIRS = 6.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
 VISITS = 1.0e8  # pairs per second of kicks
 BALL = 25  # matrices visited by a kick, on average
@@ -52,6 +54,11 @@ class Progress:
         """Returns the share that is done, at most 1."""
         clock = (self.search.elapsed() - self.begun) / max(self.seconds, 1e-9)
         return min(max(self.done / self.most, clock), 1.0)
+
+
+def too_wide(search: Search, relaxation: Relaxation) -> bool:
+    """Returns whether the bound leaves more than integer programs can close."""
+    return not search.done and pairs_below(relaxation, search.price) > MANY
 
 
 def large(search: Search) -> None:
