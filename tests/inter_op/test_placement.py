@@ -101,9 +101,9 @@ def test_what_cannot_be_placed_is_refused() -> None:
     for method in methods():
         with pytest.raises(InfeasibleError):
             place(small, method)
+    tasks = Task("a", (1.0,)), Task("b", (1.0,))
+    circle = Transfer(0, 1, 1.0), Transfer(1, 0, 1.0)
     with pytest.raises(ProblemError, match="wait for one another"):
-        tasks = Task("a", (1.0,)), Task("b", (1.0,))
-        circle = Transfer(0, 1, 1.0), Transfer(1, 0, 1.0)
         PlacementProblem("circle", tasks, circle, np.zeros((1, 1)), np.ones((1, 1)))
     with pytest.raises(ProblemError, match="before its inputs"):
         play(drawn(0), [0, 0, 0, 0, 1, 1], [5, 4, 3, 2, 1, 0])
