@@ -1,20 +1,31 @@
-"""autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel."""
+"""autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel.
 
-from autopar import outer, pins
-from autopar.compile import compile, emit, load, plan
-from autopar.intra_op.pins.named_dims import layout
-from autopar.intra_op.rule import OpRule, rule
-from autopar.ir.mesh import Mesh
-from autopar.ir.precision import Precision
-from autopar.operators.annotation import shard
-from autopar.operators.mixture_call import mixture
-from autopar.plan import Plan
-from autopar.runtime.checkpoint.plain import load_checkpoint
-from autopar.runtime.ranks.dumps import Dump
-from autopar.runtime.update.groups import groups
-from autopar.runtime.updates.muon import muon
-from autopar.session.compiled import Compiled
-from autopar.session.session import Session
+Names are imported when they are first used, so that `import autopar` takes no time.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar import outer, pins
+    from autopar.compile import compile, emit, load, plan
+    from autopar.intra_op.pins.named_dims import layout
+    from autopar.intra_op.rule import OpRule, rule
+    from autopar.ir.mesh import Mesh
+    from autopar.ir.precision import Precision
+    from autopar.operators.annotation import shard
+    from autopar.operators.mixture_call import mixture
+    from autopar.plan import Plan
+    from autopar.runtime.checkpoint.plain import load_checkpoint
+    from autopar.runtime.ranks.dumps import Dump
+    from autopar.runtime.update.groups import groups
+    from autopar.runtime.updates.muon import muon
+    from autopar.session.compiled import Compiled
+    from autopar.session.session import Session
 
 __all__ = [
     "Compiled",
@@ -38,3 +49,62 @@ __all__ = [
     "rule",
     "shard",
 ]
+
+_HOMES = {
+    "Compiled": "session.compiled",
+    "Dump": "runtime.ranks.dumps",
+    "Mesh": "ir.mesh",
+    "OpRule": "intra_op.rule",
+    "Plan": "plan",
+    "Precision": "ir.precision",
+    "Session": "session.session",
+    "emit": "compile",
+    "groups": "runtime.update.groups",
+    "layout": "intra_op.pins.named_dims",
+    "load": "compile",
+    "load_checkpoint": "runtime.checkpoint.plain",
+    "mixture": "operators.mixture_call",
+    "muon": "runtime.updates.muon",
+    "rule": "intra_op.rule",
+    "shard": "operators.annotation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("outer", "pins"):
+        return import_module(f"autopar.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"autopar.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Function:
+    """A function of compile.py whose name is also that of a module of the package.
+
+    Importing that module would put it in the function's place.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, package: ModuleType, owner: type) -> Any:
+        return vars(package).get(self.name) or getattr(import_module("autopar.compile"), self.name)
+
+    def __set__(self, package: ModuleType, value: object) -> None:
+        if not isinstance(value, ModuleType):
+            vars(package)[self.name] = value
+
+    def __delete__(self, package: ModuleType) -> None:
+        vars(package).pop(self.name, None)
+
+
+class _Package(ModuleType):
+    compile, plan = _Function(), _Function()
+
+
+sys.modules[__name__].__class__ = _Package

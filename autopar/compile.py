@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.local_choice import asks_for_local, choose
+from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
@@ -65,12 +67,13 @@ def plan(
     asked = planning_options(options, optimizer, model)
     call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
     if outer is None:
-        return plan_model(call, devices, asked, Trace(asked.trace))
+        find = choose if asks_for_local(asked.allow) else plan_model
+        return find(call, devices, asked, Trace(asked.trace))
     outer.check(devices)
     part, inside = call, outer.within(devices)
     if asked.batches == GLOBAL:
         part = call.part_of(outer.count(devices))
-    return plan_model(part, inside, asked, Trace(asked.trace)).under(outer, devices)
+    return apart(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
 
 
 def emit(

@@ -64,6 +64,7 @@ class Plan:
         model: the model as the command line named it.
         outer: how replicas along independent axes synchronise; None without any. Stages then run
             on the mesh of one replica, and say so; ranks are those of the first replica.
+        changes: what differs from training on one device then, as a sentence.
         version: of the file that it was read from; ignored in comparisons.
     """
 
@@ -75,6 +76,7 @@ class Plan:
     predicted: Prediction = UNPREDICTED
     model: ModelSpec = UNNAMED
     outer: Outer | None = None
+    changes: str = ""
     version: int = field(default=VERSION, compare=False)
 
     def __str__(self) -> str:
@@ -132,11 +134,11 @@ class Plan:
         """The plan of one replica, as if its devices were all there are."""
         if self.outer is None:
             return self
-        return replace(self, mesh=self.outer.within(self.mesh), outer=None)
+        return replace(self, mesh=self.outer.within(self.mesh), outer=None, changes="")
 
-    def under(self, outer: Outer | None, mesh: Mesh) -> Plan:
+    def under(self, outer: Outer | None, mesh: Mesh, changes: str = "") -> Plan:
         """The plan of one replica as that of a mesh of them."""
-        return self if outer is None else replace(self, mesh=mesh, outer=outer)
+        return self if outer is None else replace(self, mesh=mesh, outer=outer, changes=changes)
 
     def on(self, mesh: Mesh) -> Plan:
         """Returns the plan on another mesh with the same axes; stages of a pipeline keep theirs."""
@@ -180,6 +182,8 @@ class Plan:
             document["schedule"] = self.schedule
         if self.outer is not None:
             document["outer"] = str(self.outer)
+        if self.changes:
+            document["changes"] = self.changes
         if self.model != UNNAMED:
             document["model"] = self.model.table()
         if self.is_pipeline and self.predicted != UNPREDICTED:
@@ -233,6 +237,7 @@ class Plan:
             fields.take("predicted", Prediction.from_table, own),
             fields.take("model", ModelSpec.from_table, UNNAMED),
             fields.take("outer", lambda text: Outer.parse(Text(1000)(text)), None),
+            fields.take("changes", Text(1000), ""),
             version,
         )
         fields.end()

@@ -172,7 +172,7 @@ def published(case: Published, memory: float) -> tuple[Pipeline, float] | None:
         first = last + 1
     pipeline = Pipeline("1f1b", count, tuple(stages), math.nan, math.nan, math.nan)
     transfer = Borders(layered(count), case.mesh, Options()).between(count)
-    return pipeline, play(pipeline, transfer)[1] + max(stage.once for stage in stages)
+    return pipeline, play(pipeline, transfer)[0]
 
 
 def _stage(part: SubMesh, first: int, last: int, way: Candidate, kept: float) -> Stage:

@@ -14,6 +14,9 @@ simulation of the same rows.
 network namespaces with a link of that rate, on which a message is timed in the same run. It needs
 root, ip and tc.
 
+`python benchmarks/asynchronous.py convergence --data digits` trains on one of the data, and keeps
+the other's rows of the CSV.
+
 `python benchmarks/asynchronous.py --table` prints the tables of docs/results.
 """
 
@@ -54,6 +57,7 @@ from benchmarks.hosts import launch, two_hosts
 from benchmarks.small_tasks import BATCH, CHARACTERS, CONTEXT, DATA, Net, batches, net
 
 RANKS, MICROBATCHES = 4, 8
+STEPS = {"convergence": 120, "throughput": 20}
 BLOCK = 5  # steps whose mean loss is written
 MESH = "cpu: stage=4"
 METHODS = {
@@ -296,17 +300,23 @@ def table() -> str:
             cells.append(f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverges")
         lines.append(cells)
     heads = ["method", *(f"{data}, {optimizer}" for data, optimizer in panels)]
-    timed = [
-        [row["schedule"], f"{float(row['ms']):.0f} ms", f"{float(row['simulated_ms']):.0f} ms",
+    return "\n\n".join([markdown(heads, lines), timed("throughput"), timed("hosts")])
+
+
+def timed(part: str) -> str:
+    """The table of measured and promised seconds of a part, with its speed beside that of 1F1B."""
+    rows = read(f"asynchronous_{part}")
+    exact = next(float(row["ms"]) for row in rows if row["schedule"] == "1f1b")
+    heads = ["schedule", "a step", "steps/s", "of 1f1b", "simulated", "measured / simulated"]
+    cells = [
+        [row["schedule"], f"{float(row['ms']):.0f} ms", f"{1e3 / float(row['ms']):.2f}",
+         f"{exact / float(row['ms']):.2f}", f"{float(row['simulated_ms']):.0f} ms",
          f"{float(row['ratio']):.3f}"]
-        for row in read("asynchronous_throughput")
+        for row in rows
     ]  # fmt: skip
-    return "\n\n".join(
-        [
-            markdown(heads, lines),
-            markdown(["schedule", "a step", "simulated", "measured / simulated"], timed),
-        ]
-    )
+    message = max(float(row["message_ms"]) for row in rows)
+    said = f"A message between neighbours takes up to {message:.1f} ms." if message else ""
+    return "\n\n".join(filter(None, [markdown(heads, cells), said]))
 
 
 def main() -> None:
@@ -316,11 +326,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--picture", action="store_true", help="draw the curves of the CSV again")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="by default 120, or 20 of throughput")
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
     parser.add_argument("--rate", help="of the link between two emulated hosts: 100mbit")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.steps = arguments.steps or STEPS[arguments.what or "throughput"]
     if arguments.worker:
         run_on_hosts(arguments.worker, arguments.steps, 3)
         return
@@ -337,7 +348,8 @@ def main() -> None:
             else:
                 spawn(run_throughput, args=(folder, arguments.steps, 3), nprocs=RANKS)
             name = f"asynchronous_{'hosts' if arguments.rate else arguments.what}"
-            print(write(name, torch.load(Path(folder, "rows.pt"))))
+            keys = ["data"] if arguments.what == "convergence" else None
+            print(write(name, torch.load(Path(folder, "rows.pt")), keys=keys))
         if arguments.what == "convergence":
             file = PICTURES / "asynchronous.svg"
             picture(read(name), file)

@@ -1,16 +1,28 @@
 """Compares every algorithm of a collective with gloo's own call, and predicted with measured times.
 
 It runs on four ranks of one host, on two hosts of two and on four hosts of one, which are network
-namespaces joined by links of a given rate. The time of a message inside a host and between hosts is
-measured first, in the same run, and all prices use these two figures. Rows go to
-results/collectives.csv. More than one host needs root, ip and tc.
+namespaces joined by links of a given rate. First, the time of a message inside a host and between
+hosts is measured, which prices that are played use, and all algorithms are compared as by `autopar
+calibrate --collectives`, from which `collectives="auto"` chooses. Then all are measured again, and
+the choice with them. Rows go to results/collectives.csv. More than one host needs root, ip and tc.
 
-    python -m benchmarks.collectives --rate 100mbit --bytes 65536,1048576
+    python -m benchmarks.collectives --layouts "one host"
+    python -m benchmarks.collectives --layouts "two hosts" --rate 100mbit --inside 1gbit
+    python -m benchmarks.collectives --layouts "two hosts" --rate 1gbit --inside 10gbit
+    python -m benchmarks.collectives --layouts "two hosts" --rate 10gbit
+    python -m benchmarks.collectives --layouts "four hosts" --rate 100mbit
+    python -m benchmarks.collectives --layouts "four hosts" --rate 1gbit
+    python -m benchmarks.collectives --layouts "four hosts" --rate 10gbit
+    python -m benchmarks.collectives --picture
+
+The columns say which algorithm is chosen, how much longer it takes than the fastest, how much
+faster it is than gloo's call, and which one is the cheapest by played prices.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -21,23 +33,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from autopar.cost.algorithms import Level
-from autopar.cost.collectives import algorithms
+from autopar.cost.calibration import Calibration
+from autopar.cost.measured import MeasuredModel
+from autopar.cost.network import Network
+from autopar.cost.programs.choice import choose
 from autopar.cost.programs.play import flow_of, play
-from autopar.ir.chosen_algorithms import Algorithm
+from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
-from autopar.runtime.communication.group import Group
-from benchmarks.harness import write
+from autopar.runtime.communication.compare import ROUNDS, Effort, compare, prepared, race
+from benchmarks.harness import PICTURES, read, write
 from benchmarks.hosts import launch, several_hosts
 
 LAYOUTS = {"one host": (1, 4), "two hosts": (2, 2), "four hosts": (4, 1)}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-PIECES = (1, 4)
+CALL = ("layout", "rate", "inside", "kind", "bytes")
+NEAR = 1.05  # how much slower than the fastest a choice may be
 LARGE = 1 << 20  # bytes of the smaller of two messages that tell a bandwidth
 
 
@@ -91,61 +107,52 @@ def adding_seconds(runs: int) -> float:
     return seconds(lambda: x.add_(y), runs) / x.nbytes
 
 
-def called(group: Group, kind: str, nbytes: int) -> Callable[[], object]:
-    """One call with so many bytes on each rank."""
-    x = torch.ones(max(nbytes // 4 // group.size, 1) * group.size)
-    calls, part = group.calls, x[: x.numel() // group.size].clone()
-
-    def gather() -> Tensor:
-        out = x.new_empty(group.size * x.numel())
-        calls.all_gather(out, x)
-        return out
-
-    return {
-        "all_reduce": lambda: calls.all_reduce(x),
-        "all_gather": gather,
-        "reduce_scatter": lambda: calls.reduce_scatter(part, x),
-        "all_to_all": lambda: calls.all_to_all(torch.empty_like(x), x),
-    }[kind]
+def played(levels: Sequence[Level], kind: str, by: str, nbytes: int, adding: float) -> float:
+    """Seconds of an algorithm, played over the network as messages find it."""
+    way = Algorithm.parse(by)
+    flow = flow_of(kind, way.name, tuple(level.size for level in levels), way.pieces)
+    return play(flow, levels, nbytes, adding).seconds
 
 
-def ways(kind: str) -> Iterator[Algorithm]:
-    """The algorithms that are compared."""
-    for name in algorithms(kind):
-        for pieces in PIECES:
-            yield Algorithm(name, pieces)
-
-
-def rank_rows(layout: str, rate: str, sizes: Sequence[int], runs: int) -> list[dict[str, Any]]:
+def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What one rank measures; all ranks find the same."""
-    hosts, each = LAYOUTS[layout]
-    levels = measured_levels(hosts, each, runs)
-    shape, adding = tuple(level.size for level in levels), adding_seconds(runs)
-    comm = Communicator(Mesh.parse(f"cpu: node={hosts}, gpu={each}"))
-    rows = []
-    for kind in KINDS:
-        for nbytes in sizes:
-            prices = {
-                way: play(
-                    flow_of(kind, way.name, shape, way.pieces), levels, nbytes, adding
-                ).seconds
-                for way in ways(kind)
-            }
-            cheapest = min(prices, key=lambda way: prices[way])
-            for way in (None, *prices):
-                group = comm.group(("node", "gpu"), "" if way is None else str(way))
-                rows.append(
-                    {
-                        "layout": layout,
-                        "rate": rate if hosts > 1 else "",
-                        "kind": kind,
-                        "bytes": nbytes,
-                        "algorithm": "gloo" if way is None else str(way),
-                        "measured_ms": round(1e3 * seconds(called(group, kind, nbytes), runs), 3),
-                        "played_ms": "" if way is None else round(1e3 * prices[way], 3),
-                        "cheapest_by_price": way == cheapest,
-                    }
-                )
+    hosts, each = LAYOUTS[options.worker]
+    levels, adding = measured_levels(hosts, each, options.runs), adding_seconds(options.runs)
+    mesh, device = Mesh.parse(f"cpu: node={hosts}, gpu={each}"), torch.device("cpu")
+    axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    effort = Effort(tuple(options.bytes), over=(axes,))
+    compared = compare(mesh, device, effort, lambda *where: None)
+    calibration = Calibration(mesh, torch.__version__, "", exchanges=tuple(compared))
+    model = MeasuredModel(mesh, calibration)
+    chosen = choose(Network(mesh, model.device), model.collective, model.compared)
+    comm, rows = Communicator(mesh), []
+    for kind, nbytes in itertools.product(KINDS, options.bytes):
+        said = {c.by: c.time.seconds for c in compared if (c.kind, c.nbytes) == (kind, nbytes)}
+        prices = {by: played(levels, kind, by, nbytes, adding) for by in said if by != LIBRARY}
+        best = chosen.by(kind, axes, nbytes) or LIBRARY
+        x = torch.zeros(nbytes // 4)
+        runs = {by: prepared(comm.group(axes, by), kind, x) for by in said}
+        samples = race(comm.group(axes), device, ROUNDS, runs, (LIBRARY, best))
+        found = {by: median(values) for by, values in samples.items()}
+        for by, taken in found.items():
+            rows.append(
+                {
+                    "layout": options.worker,
+                    "rate": options.rate if hosts > 1 else "",
+                    "inside": options.inside if each > 1 else "",
+                    "kind": kind,
+                    "bytes": nbytes,
+                    "algorithm": "gloo" if by == LIBRARY else by,
+                    "measured_ms": round(1e3 * taken, 3),
+                    "runs": len(samples[by]),
+                    "calibrated_ms": round(1e3 * said[by], 3),
+                    "played_ms": "" if by == LIBRARY else round(1e3 * prices[by], 3),
+                    "cheapest_by_play": by == min(prices, key=lambda way: prices[way]),
+                    "chosen": by == best,
+                    "over_fastest": round(taken / min(found.values()), 3),
+                    "gloo_over": round(found[LIBRARY] / taken, 3),
+                }
+            )
     return rows
 
 
@@ -153,7 +160,7 @@ def worker(options: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = rank_rows(options.worker, options.rate, options.bytes, options.runs)
+    rows = rank_rows(options)
     if dist.get_rank() == 0:
         Path(options.out).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
@@ -166,13 +173,13 @@ def measured(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         script = ["-m", "benchmarks.collectives", "--worker", layout, "--out", str(out)]
-        script += ["--rate", options.rate, "--runs", str(options.runs)]
+        script += ["--rate", options.rate, "--inside", options.inside, "--runs", str(options.runs)]
         script += ["--bytes", ",".join(map(str, options.bytes))]
-        if hosts == 1:
+        if hosts == 1 and not options.inside:
             start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(each)]
             subprocess.run([sys.executable, *start, *script], check=True)
         else:
-            with several_hosts(hosts, options.rate) as found:
+            with several_hosts(hosts, options.rate, options.inside) as found:
                 if code := launch(found, each, [sys.executable, *script]):
                     sys.exit(f"a rank on {layout} ended with {code}")
         rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
@@ -180,42 +187,80 @@ def measured(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """For each call the cheapest by price, beside the fastest and gloo's own."""
-    calls: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        calls.setdefault((row["layout"], row["kind"], row["bytes"]), []).append(row)
-    for (layout, kind, nbytes), found in calls.items():
-        (gloo,) = (row for row in found if row["algorithm"] == "gloo")
-        (chosen,) = (row for row in found if row["cheapest_by_price"])
-        best = min(found, key=lambda row: row["measured_ms"])
+    """For each call the chosen algorithm, beside gloo's own and the fastest."""
+    chosen = [row for row in rows if row["chosen"]]
+    for row in chosen:
+        alike = [other for other in rows if all(other[key] == row[key] for key in CALL)]
+        best = min(alike, key=lambda other: other["measured_ms"])
         yield (
-            f"{layout:<11}{kind:<15}{nbytes:>10} B  gloo {gloo['measured_ms']:9.2f} ms  "
-            f"chosen {chosen['algorithm']:<20}{chosen['measured_ms']:9.2f} ms "
-            f"(played {chosen['played_ms']:9.2f})  "
-            f"fastest {best['algorithm']:<20}{best['measured_ms']:9.2f} ms"
+            f"{row['layout']:<11}{row['kind']:<15}{row['bytes']:>9} B  "
+            f"chosen {row['algorithm']:<20}{row['measured_ms']:9.2f} ms "
+            f"(calibrated {row['calibrated_ms']:9.2f})  {row['gloo_over']:5.2f} x gloo  "
+            f"{row['over_fastest']:5.3f} x the fastest, {best['algorithm']}"
         )
+    near = sum(row["over_fastest"] <= NEAR for row in chosen)
+    yield f"{near} of {len(chosen)} choices are at most {NEAR - 1:.0%} slower than the fastest"
+
+
+def draw(rows: Sequence[dict[str, str]]) -> Path:
+    """Times of gloo's call, the chosen algorithm and the fastest one, by size."""
+    networks = sorted({(row["layout"], row["rate"], row["inside"]) for row in rows})
+    figure, axes = plt.subplots(
+        len(networks), len(KINDS), figsize=(12, 2.2 * len(networks)), sharex=True, squeeze=False
+    )
+    for network, line in zip(networks, axes, strict=True):
+        for kind, plot in zip(KINDS, line, strict=True):
+            own = [
+                r
+                for r in rows
+                if (r["layout"], r["rate"], r["inside"], r["kind"]) == (*network, kind)
+            ]
+            sizes = sorted({int(row["bytes"]) for row in own})
+            for name, marker, (column, value) in (
+                ("gloo", "o-", ("algorithm", "gloo")),
+                ("chosen", "s-", ("chosen", "True")),
+                ("fastest", "x--", ("over_fastest", "1.0")),
+            ):
+                times = {
+                    int(r["bytes"]): float(r["measured_ms"]) for r in own if r[column] == value
+                }
+                plot.loglog(sizes, [times[size] for size in sizes], marker, label=name)
+            plot.set_title(f"{kind}, {' '.join(filter(None, network))}", fontsize=8)
+            plot.tick_params(labelsize=7)
+    axes[0][0].legend(fontsize=7)
+    figure.supxlabel("bytes of each rank", fontsize=9)
+    figure.supylabel("milliseconds", fontsize=9)
+    figure.tight_layout()
+    path = PICTURES / "collectives.svg"
+    figure.savefig(path)
+    return path
 
 
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="100mbit", help="of the links between hosts")
+    parser.add_argument("--inside", default="", help="rate inside a host; by default the machine's")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
         "--bytes",
         type=lambda text: [int(part) for part in text.split(",")],
-        default=[1 << 14, 1 << 18, 1 << 22],
+        default=[1 << 14, 1 << 17, 1 << 20],
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--picture", action="store_true", help="only draw the rows of the file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
+    if options.picture:
+        print(draw(read("collectives")))
+        return
     rows = [row for layout in options.layouts.split(",") for row in measured(layout, options)]
     print("\n".join(told(rows)))
-    print(write("collectives", rows, keys=("layout", "rate", "kind", "bytes", "algorithm")))
+    print(write("collectives", rows, keys=CALL))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_p
 from autopar.planning.pipelines.search import Borders, Searched, play
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.workers import Workers
-from autopar.zoo.load import depth
+from autopar.zoo.loading import depth
 from benchmarks.harness import write
 
 KEPT = 10  # plans of the grid that are written
@@ -209,8 +209,8 @@ class Grid:
         if len(self.found) == KEPT and busy + once >= self.found[-1].seconds:
             return True
         pipeline = Pipeline(name, count, tuple(stages), math.inf, 0.0, busy)
-        timeline, _ = play(pipeline, self.borders.between(self.batch))
-        one = Played(point, pipeline, timeline.seconds + once, timeline.bubble, recompute)
+        seconds, timeline = play(pipeline, self.borders.between(self.batch))
+        one = Played(point, pipeline, seconds, timeline.bubble, recompute)
         self.found = sorted([*self.found, one], key=lambda one: one.seconds)[:KEPT]
         return True
 

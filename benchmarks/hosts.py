@@ -52,10 +52,10 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
         _run("ip", "link", "add", *ends)
         for host in hosts:
             _run("ip", "link", "set", host.interface, "netns", host.name)
-            inside = ("ip", "-n", host.name)
-            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            _run(*inside, "link", "set", "lo", "up")
-            _run(*inside, "link", "set", host.interface, "up")
+            within = ("ip", "-n", host.name)
+            _run(*within, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*within, "link", "set", "lo", "up")
+            _run(*within, "link", "set", host.interface, "up")
             shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
             _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
         yield first, second
@@ -67,9 +67,10 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def several_hosts(count: int, rate: str) -> Iterator[tuple[Host, ...]]:
+def several_hosts(count: int, rate: str, inside: str = "") -> Iterator[tuple[Host, ...]]:
     """Namespaces on a switch, each behind a link of `rate` in each direction; removed after.
 
+    Processes of one host share a link of the rate `inside`, by default as fast as the machine is.
     Leaves the program if they cannot be made, with the command that failed.
     """
     tag = f"ap{os.getpid()}"
@@ -89,12 +90,15 @@ def several_hosts(count: int, rate: str) -> Iterator[tuple[Host, ...]]:
             _run("ip", "link", "set", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0")
             _run("ip", "-n", switch, "link", "set", port, "up")
-            inside = ("ip", "-n", host.name)
-            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            _run(*inside, "link", "set", "lo", "up")
-            _run(*inside, "link", "set", host.interface, "up")
+            within = ("ip", "-n", host.name)
+            _run(*within, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*within, "link", "set", "lo", "up")
+            _run(*within, "link", "set", host.interface, "up")
             _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
             _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+            if inside:
+                slow = ("root", "tbf", "rate", inside, "burst", "256kb", "latency", "100ms")
+                _run("tc", "-n", host.name, "qdisc", "add", "dev", "lo", *slow)
         yield hosts
     finally:
         for name in (*(host.name for host in hosts), switch):  # the links go with them

@@ -1,248 +1,211 @@
-"""Replicas that train apart: how they converge, and how fast they are on slow networks.
+"""Replicas that train apart: how they converge, how fast they are on slow networks, and Muon.
 
 `python benchmarks/local_updates.py convergence` trains a small network on digits and on characters
-of Python's help pages, on four gloo processes that are a replica each, by every outer method and
-number of local steps, with SGD and AdamW, and writes the losses that all replicas have on average.
+of Python's help pages as four replicas, by every outer method and number of local steps, with SGD
+and AdamW and three seeds. `--data digits --optimizers sgd` is one of four parts.
 
-`python benchmarks/local_updates.py throughput` runs two emulated hosts behind slow links (network
-namespaces; needs root) and writes samples per second of each method, of data parallelism and of
-ZeRO, in one run, beside those of hosts that never synchronise.
+`python benchmarks/local_updates.py confirm` compares runs of every method with those of four gloo
+processes.
 
-`python benchmarks/local_updates.py --table` prints the tables of docs/results.
+`python benchmarks/local_updates.py throughput --rates 100mbit` runs two emulated hosts behind a
+slow link (network namespaces; needs root) and writes samples per second of each method, of data
+parallelism and of ZeRO, beside those of hosts that never synchronise. `--methods co2,local` runs
+some of them.
+
+`python benchmarks/local_updates.py muon` writes Muon's seconds, bytes and parity, and
+`python benchmarks/local_updates.py published` CO2's throughputs beside predictions.
+
+`python benchmarks/local_updates.py --table` prints the tables of docs/results, and `--picture`
+draws.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
+import math
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
-import autopar
-from autopar.errors import NonFiniteError
-from benchmarks.asynchronous import OPTIMIZERS, RATES
-from benchmarks.harness import markdown, read, write
-from benchmarks.hosts import launch, two_hosts
-from benchmarks.small_tasks import batches, net
+from benchmarks import muon, outer_throughput
+from benchmarks.harness import PICTURES, markdown, read, write
+from benchmarks.outer_convergence import (
+    BLOCK,
+    METHODS,
+    OPTIMIZERS,
+    PARALLEL,
+    TAUS,
+    cases_of,
+    confirm,
+    losses_of,
+)
+from benchmarks.published.co2 import overlaps, throughputs
+from benchmarks.small_tasks import DATA
 
-RANKS, BLOCK = 4, 48  # replicas, and steps whose mean loss is written: all tau divide it
-TAUS = (1, 3, 6, 12, 24, 48)
-METHODS = {
-    "local": "local over data, tau={}",
-    "overlap": "overlap over data, tau={}",
-    "slowmo": "slowmo over data, tau={}",
-    "co2": "co2 over data, tau={}",
-    "co2, no penalty": "co2 over data, tau={}, penalty=off",
-    "co2, no clip": "co2 over data, tau={}, clip=off",
-    "co2, neither": "co2 over data, tau={}, penalty=off, clip=off",
-    "diloco": "diloco over data, tau={}",
-}
-WIDTH, ROWS = 1024, 64  # of the network whose throughput is measured, and its batch on two hosts
-ALONE = "never"
-TIMED: dict[str, dict[str, Any]] = {
-    ALONE: {"outer": "local over node, tau=1000000"},
-    "data parallel": {"state": "ddp"},
-    "zero1": {"state": "zero1"},
-    "zero3": {"state": "zero3"},
-    "local": {"outer": "local over node, tau=auto"},
-    "slowmo": {"outer": "slowmo over node, tau=auto"},
-    "diloco": {"outer": "diloco over node, tau=auto"},
-    "overlap": {"outer": "overlap over node, tau=auto"},
-    "co2": {"outer": "co2 over node, tau=auto"},
-}
+PREFIX = "local_updates"
+COLOURS = ("#1b7837", "#2166ac", "#b2182b", "#762a83", "#c51b7d", "#8c510a", "#01665e", "#f4a582",
+           "#d9a400")  # fmt: skip
+# What CO2 publishes: perplexity of GPT-2 small, and which method is better than which.
+PAPER = {"data parallel": 7.44, "local": 7.95, "overlap": 8.11, "slowmo": 7.34, "co2": 7.37}
 
 
-def losses_of(outer: str | None, data: str, optimizer: str, seed: int, steps: int) -> list[float]:
-    """Mean losses over replicas in blocks of steps, to where training broke."""
-    made = functools.partial(OPTIMIZERS[optimizer], lr=RATES[data, optimizer])
-    given = list(batches(data, steps, seed))
-    session = autopar.compile(
-        net(data, seed), f"cpu: data={RANKS}", optimizer=made, example_inputs=given[0],
-        on_nonfinite="continue", outer=outer, state="ddp",
-    )  # fmt: skip
-    losses: list[Tensor] = []
-    with suppress(NonFiniteError):
-        losses += [session.step(**batch).double() for batch in given]
-    session.close()
-    row = torch.stack(losses)
-    if outer is not None:
-        dist.all_reduce(row)
-        row /= RANKS
-    return [float(block.mean()) for block in row.split(BLOCK)]
-
-
-def run_convergence(
-    rank: int, folder: str, seeds: int, steps: int, taus: Sequence[int], chosen: Sequence[str]
-) -> None:
-    """Makes all runs, on one rank."""
+def converge(options: argparse.Namespace) -> None:
+    """Trains, and writes the losses of blocks of steps."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
-    )
+    taus = [int(tau) for tau in options.taus.split(",")]
     rows: list[dict[str, Any]] = []
-    cases: list[tuple[str, int, str | None]] = [("data parallel", 1, None)]
-    cases += [(name, tau, text.format(tau)) for name, text in METHODS.items() for tau in taus]
-    for data in chosen:
-        for optimizer in OPTIMIZERS:
-            for name, tau, text in cases:
-                for seed in range(seeds):
-                    losses = losses_of(text, data, optimizer, seed, steps)
-                    if rank == 0:
-                        print(data, optimizer, name, tau, seed, f"{losses[-1]:.4f}", flush=True)
-                    rows += [
-                        {"data": data, "optimizer": optimizer, "method": name, "tau": tau,
-                         "seed": seed, "step": BLOCK * (at + 1), "loss": round(loss, 4)}
-                        for at, loss in enumerate(losses)
-                    ]  # fmt: skip
-    if rank == 0:
-        torch.save(rows, Path(folder, "rows.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def convergence(options: argparse.Namespace) -> None:
-    """Runs and writes what methods converge to."""
-    with tempfile.TemporaryDirectory() as folder:
-        taus = [int(tau) for tau in options.taus.split(",")]
-        given = (folder, options.seeds, options.steps, taus, options.data.split(","))
-        spawn(run_convergence, given, nprocs=RANKS)
-        rows = torch.load(Path(folder, "rows.pt"), weights_only=True)
+    for data in options.data.split(","):
+        for optimizer in options.optimizers.split(","):
+            rows += losses_of(data, optimizer, cases_of(taus), options.seeds, options.steps)
     keys = ("data", "optimizer", "method", "tau", "seed", "step")
-    print(write("local_updates_convergence", rows, keys=keys))
-
-
-# Throughput --------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    """Four square layers and their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the loss."""
-        h = x
-        for layer in self.layers:
-            h = torch.tanh(layer(h))
-        return h.square().mean()
-
-
-def timed(name: str, seconds: float) -> dict[str, Any]:
-    """Samples per second of one method."""
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(ROWS, WIDTH)}
-    session = autopar.compile(Wide(), "cpu: node=2", example_inputs=batch, **TIMED[name])
-    apart = name != ALONE and "outer" in TIMED[name]
-    for _ in range(3):
-        session.step(**batch)
-    while apart and session.rounds.number < 6:  # tau is chosen from what these measure
-        session.step(**batch)
-    dist.barrier()
-    began, steps = time.perf_counter(), 0
-    tau = session.rounds.tau if apart else 1
-    going = torch.ones(())
-    while going:
-        # Whole rounds, which all ranks end together.
-        rounds = session.rounds.number if apart else 0
-        session.step(**batch)
-        steps += 1
-        if (not apart and steps % 4 == 0) or (apart and session.rounds.number > rounds):
-            going = torch.tensor(float(time.perf_counter() - began < seconds))
-            if name != ALONE:
-                dist.broadcast(going, 0)
-    spent = torch.tensor(time.perf_counter() - began)
-    made = torch.tensor(float(steps))
-    for number in (spent, made):
-        dist.all_reduce(number)
-    row = {"method": name, "tau": tau, "samples_per_s": round(ROWS * float(made / spent), 2)}
-    row["waited_ms"] = round(1e3 * session.rounds.waited, 2) if apart else 0.0
-    session.close()
-    return row
-
-
-def worker(options: argparse.Namespace) -> None:
-    """Measures all methods, on one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = [{"rate": options.rate, **timed(name, options.seconds)} for name in TIMED]
-    alone = rows[0]["samples_per_s"]
-    for row in rows:
-        row["of_alone"] = round(row["samples_per_s"] / alone, 4)
-    if dist.get_rank() == 0:
-        Path(options.out).write_text(json.dumps(rows), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    print(write(f"{PREFIX}_convergence", rows, keys=keys))
 
 
 def throughput(options: argparse.Namespace) -> None:
     """Measures and writes, at every rate of the link."""
+    names = options.methods or ",".join(list(outer_throughput.METHODS)[1:])
     rows: list[dict[str, Any]] = []
     for rate in options.rates.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows.json"
-            script = ["-m", "benchmarks.local_updates", "worker", "--rate", rate]
-            script += ["--out", str(out), "--seconds", str(options.seconds)]
-            with two_hosts(rate) as hosts:
-                if code := launch(hosts, 1, [sys.executable, *script]):
-                    sys.exit(f"a rank at {rate} ended with {code}")
-            rows += json.loads(out.read_text(encoding="utf-8"))
+        rows += outer_throughput.on_two_hosts(rate, options.seconds, names.split(","))
     for row in rows:
         print(row)
-    print(write("local_updates_throughput", rows, keys=("rate", "method")))
+    print(write(f"{PREFIX}_throughput", rows, keys=("rate", "method")))
+
+
+# Tables and pictures ------------------------------------------------------------------------------
+
+
+def final() -> dict[tuple[str, str, str, int], float]:
+    """Returns the mean loss over seeds of the last block, by data, optimizer, method and tau."""
+    rows = read(f"{PREFIX}_convergence")
+    last = max(int(row["step"]) for row in rows)
+    found: dict[tuple[str, str, str, int], list[float]] = {}
+    for row in rows:
+        if int(row["step"]) == last:
+            key = (row["data"], row["optimizer"], row["method"], int(row["tau"]))
+            loss = math.nan if row["loss"] == "diverged" else float(row["loss"])
+            found.setdefault(key, []).append(loss)
+    return {key: sum(losses) / len(losses) for key, losses in found.items()}
+
+
+def ordered(means: dict[tuple[str, str, str, int], float], data: str, optimizer: str) -> str:
+    """Returns how many pairs of methods stand as in the paper, over all tau above 1: "31 of 50"."""
+    agree = pairs = 0
+    for tau in TAUS[1:]:
+        losses = {
+            name: means[data, optimizer, name, 1 if name == PARALLEL else tau] for name in PAPER
+        }
+        for better in PAPER:
+            for worse in PAPER:
+                if PAPER[better] < PAPER[worse]:
+                    pairs += 1
+                    agree += losses[better] < losses[worse]
+    return f"{agree} of {pairs}"
 
 
 def tables() -> None:
     """Prints the tables of the results page."""
-    rows = read("local_updates_throughput")
-    heads = ("link", "method", "tau", "samples/s", "of hosts that never synchronise")
-    names = ("rate", "method", "tau", "samples_per_s", "of_alone")
-    print(markdown(heads, [[row[name] for name in names] for row in rows]))
-    rows = read("local_updates_convergence")
-    last = max(int(row["step"]) for row in rows)
-    found: dict[tuple[str, ...], list[float]] = {}
-    for row in rows:
-        if int(row["step"]) == last:
-            key = tuple(row[name] for name in ("data", "optimizer", "method", "tau"))
-            found.setdefault(key, []).append(float(row["loss"]))
-    means = [[*key, f"{sum(each) / len(each):.4f}"] for key, each in found.items()]
-    print(markdown(("data", "optimizer", "method", "tau", "loss"), means))
+    means = final()
+    for data in DATA:
+        for optimizer in OPTIMIZERS:
+            print(f"\n{data}, {optimizer}: {ordered(means, data, optimizer)} pairs as in the paper")
+            lines = [
+                [name, *(f"{means[data, optimizer, name, tau]:.4f}" for tau in TAUS)]
+                for name in METHODS
+            ]
+            alone = f"{means[data, optimizer, PARALLEL, 1]:.4f}"
+            lines.insert(0, [PARALLEL, alone, *[""] * (len(TAUS) - 1)])
+            print(markdown(("method", *(f"tau = {tau}" for tau in TAUS)), lines))
+    heads = {
+        "throughput": ("rate", "method", "tau", "samples_per_s", "of_alone"),
+        "muon": ("plan", "optimizer", "ms", "predicted_ms", "state_bytes", "planned_bytes",
+                 "parity"),
+        "published": ("model", "row", "gpus", "published", "model_says", "error", "use"),
+    }  # fmt: skip
+    for name, columns in heads.items():
+        print()
+        rows = read(f"{PREFIX}_{name}")
+        print(markdown(columns, [[row[column] for column in columns] for row in rows]))
+
+
+def picture() -> None:
+    """Draws the loss of the last block over tau, for every method, data and optimizer."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    means = final()
+    figure, axes = pyplot.subplots(
+        len(DATA),
+        len(OPTIMIZERS),
+        figsize=(10, 7),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, data in enumerate(DATA):
+        for column, optimizer in enumerate(OPTIMIZERS):
+            axis = axes[row][column]
+            alone = means[data, optimizer, PARALLEL, 1]
+            axis.axhline(alone, color="#444444", linestyle="--", label=PARALLEL)
+            for name, colour in zip(METHODS, COLOURS, strict=False):
+                losses = [means[data, optimizer, name, tau] for tau in TAUS]
+                dotted = "," in name
+                axis.plot(TAUS, losses, ":" if dotted else "-", marker="x" if dotted else "o",
+                          markersize=4, color=colour, label=name)  # fmt: skip
+            axis.set(xscale="log", yscale="log", title=f"{data}, {optimizer}")
+            axis.set_xticks(TAUS, [str(tau) for tau in TAUS])
+            axis.minorticks_off()
+            if row == len(DATA) - 1:
+                axis.set_xlabel("local steps, tau")
+            if column == 0:
+                axis.set_ylabel(f"loss, mean of the last {BLOCK} steps")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    path = PICTURES / f"{PREFIX}.png"
+    figure.savefig(path, dpi=110)
+    print(path)
 
 
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("convergence", "throughput", "worker"))
+    parts = ("convergence", "confirm", "throughput", "muon", "published", "worker")
+    parser.add_argument("what", nargs="?", choices=parts)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--picture", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=960)
     parser.add_argument("--taus", default=",".join(map(str, TAUS)))
-    parser.add_argument("--data", default="digits,text")
+    parser.add_argument("--data", default=",".join(DATA))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rate", help=argparse.SUPPRESS)
+    parser.add_argument("--methods", default="")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
         tables()
+    elif options.picture:
+        picture()
     elif options.what == "worker":
-        worker(options)
+        names = options.methods.split(",")
+        outer_throughput.worker(options.rates, options.seconds, options.out, names)
     elif options.what == "convergence":
-        convergence(options)
+        converge(options)
+    elif options.what == "confirm":
+        rows = confirm(2 * BLOCK, [int(tau) for tau in options.taus.split(",")])
+        print(write(f"{PREFIX}_confirmed", rows))
+    elif options.what == "muon":
+        print(write(f"{PREFIX}_muon", muon.table()))
+    elif options.what == "published":
+        print(write(f"{PREFIX}_published", throughputs()))
+        print(overlaps())
     else:
         throughput(options)
 

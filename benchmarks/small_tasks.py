@@ -6,6 +6,7 @@ Digits are those of scikit-learn; characters are those of Python's help pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ class Net(nn.Module):
         return F.cross_entropy(self.last(h), y)
 
 
+@cache
 def digits() -> tuple[Tensor, Tensor]:
     """Images of handwritten digits, 8 by 8, and which they are."""
     from sklearn.datasets import load_digits
@@ -41,6 +43,7 @@ def digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
 
 
+@cache
 def text() -> tuple[Tensor, Tensor]:
     """Characters of Python's help pages in rows, and those that follow."""
     from pydoc_data.topics import topics

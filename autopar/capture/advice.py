@@ -102,7 +102,6 @@ def unsupported(name: str, where: str = "") -> CaptureError:
         "scan": "write it as a Python loop over a known size, or as cumsum, cumprod or cummax",
         "associative_scan": "write it as cumsum, cumprod or cummax where it is one",
         "map": "write it with batched operators, or as a Python loop over a known size",
-        "flex_attention": "use torch.nn.functional.scaled_dot_product_attention with a mask",
     }.get(name, _FUNCTIONS)
     return CaptureError(
         f"the model uses torch's {name}",

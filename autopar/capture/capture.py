@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from autopar.capture.advice import explain
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.cast import computing_in
+from autopar.capture.flex import flex_traced
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
@@ -280,7 +281,7 @@ class _Flat(nn.Module):
         batch = dict(zip(self.inputs.names, tensors, strict=True))
         state, buffers = State(self.model), _Buffers(self.model)
         try:
-            with self.watch, carried():
+            with self.watch, carried(), flex_traced():
                 named = self._call(batch)
             assigned = buffers.assigned()
             self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()

@@ -1,31 +1,19 @@
 """The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
 solve | calibrate | devices | doctor`, one command per file.
 
-Only this package prints.
+Only this package prints. A command's module is imported when the command is used, so that
+`autopar --help` needs neither torch nor a solver.
 """
 
 from __future__ import annotations
 
 import click
 
-from autopar.cli import (
-    calibrate,
-    devices,
-    diff,
-    doctor,
-    emit,
-    explain,
-    plan,
-    rules,
-    schedules,
-    simulate,
-    solve,
-    why,
-)
-from autopar.cli.common.console import Group
+from autopar.cli.common.command_group import Group
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, package=__name__)
+@click.version_option(package_name="autopar", message="autopar %(version)s")
 def main() -> None:
     """Plan the parallel training of a model, explain the plan, and write its program.
 
@@ -43,12 +31,3 @@ def main() -> None:
     autopar devices
     autopar doctor /tmp/autopar-1f2e3d
     """
-
-
-COMMANDS = (
-    plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate, devices,
-    doctor,
-)  # fmt: skip
-for module in COMMANDS:
-    main.add_command(module.command)
-main.add_command(why.why_not)

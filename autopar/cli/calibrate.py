@@ -7,7 +7,9 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -21,18 +23,34 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Work
 from autopar.errors import AutoparError, MeshError, ProgramError
+from autopar.ir.chosen_algorithms import LIBRARY
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.runtime.communication.compare import QUICK, ROUNDS, Effort, compare
 from autopar.runtime.communication.measure import calibrate, settings
 from autopar.runtime.folder import join_process_group
 from autopar.runtime.ranks.processes import device_name, local_device
+
+
+class Extent(NamedTuple):
+    """What is measured, and whether progress is shown."""
+
+    quick: bool
+    algorithms: bool
+    quiet: bool
 
 
 @click.command("calibrate")
 @click.option("--mesh", "mesh_text", help='The mesh to plan for: "cpu: data=2, tensor=2".')
 @click.option("--ranks", type=click.IntRange(1), help="Number of processes, in place of --mesh.")
 @click.option("--quick", is_flag=True, help="Measure a few small problems only, as a trial.")
+@click.option(
+    "--collectives",
+    "algorithms",
+    is_flag=True,
+    help='Compare the algorithms of collectives, too, for plans with collectives="auto".',
+)
 @click.option(
     "-o",
     "--output",
@@ -43,7 +61,12 @@ from autopar.runtime.ranks.processes import device_name, local_device
 )
 @JSON
 def command(
-    mesh_text: str | None, ranks: int | None, quick: bool, output: Path, as_json: bool
+    mesh_text: str | None,
+    ranks: int | None,
+    quick: bool,
+    algorithms: bool,
+    output: Path,
+    as_json: bool,
 ) -> None:
     """Measure kernels and collectives on this machine, to price plans for it.
 
@@ -53,27 +76,28 @@ def command(
 
     \b
     autopar calibrate --mesh "cpu: data=2, tensor=2" -o calibration.toml
+    autopar calibrate --mesh "cpu: node=2, gpu=2" --collectives
     torchrun --no-python --nproc-per-node 8 autopar calibrate --mesh "H100: gpu=8"
     autopar plan gpt2 --mesh "cpu: data=2, tensor=2" --calibration calibration.toml
     """
-    mesh = _mesh(mesh_text, ranks)
+    mesh, extent = _mesh(mesh_text, ranks), Extent(quick, algorithms, as_json)
     if not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
     with tempfile.TemporaryDirectory() as folder:
         measured = Path(folder, "calibration.toml")
         if dist.is_torchelastic_launched():
             join_process_group()
-            _measure(mesh, quick, as_json, measured)
+            _measure(mesh, extent, measured)
             first = dist.get_rank() == 0
             dist.destroy_process_group()
             if not first:
                 return
         elif mesh.size > 1:
-            spawn(_process, args=(str(mesh), quick, as_json, folder), nprocs=mesh.size)
+            spawn(_process, args=(str(mesh), extent, folder), nprocs=mesh.size)
             if (error := Path(folder, "error")).exists():
                 raise pickle.loads(error.read_bytes())
         else:
-            _measure(mesh, quick, as_json, measured)
+            _measure(mesh, extent, measured)
         calibration = Calibration.load(measured)
     FILE.write(output, calibration.to_toml())
     if as_json:
@@ -96,7 +120,7 @@ def _mesh(text: str | None, ranks: int | None) -> Mesh:
     return mesh
 
 
-def _process(rank: int, text: str, quick: bool, quiet: bool, folder: str) -> None:
+def _process(rank: int, text: str, extent: Extent, folder: str) -> None:
     """Runs in each process that the command starts."""
     mesh, cuda = Mesh.parse(text), torch.cuda.is_available()
     if cuda:
@@ -107,22 +131,28 @@ def _process(rank: int, text: str, quick: bool, quiet: bool, folder: str) -> Non
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=mesh.size)
     try:
-        _measure(mesh, quick, quiet, Path(folder, "calibration.toml"))
+        _measure(mesh, extent, Path(folder, "calibration.toml"))
     except AutoparError as error:  # all ranks raise the same one
         if rank == 0:
             Path(folder, "error").write_bytes(pickle.dumps(error))
     dist.destroy_process_group()
 
 
-def _measure(mesh: Mesh, quick: bool, quiet: bool, file: Path) -> None:
+def _measure(mesh: Mesh, extent: Extent, file: Path) -> None:
     """Measures with all processes; the first shows progress and writes the result."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     device = local_device()
     if torch.cuda.is_available() and not dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    with _progress(quiet or not first) as progress:
-        calibration = calibrate(mesh, device, settings(device, quick), today, progress)
+    chosen = settings(device, extent.quick)
+    with _progress(extent.quiet or not first) as progress:
+        calibration = calibrate(mesh, device, chosen, today, progress)
+        if extent.algorithms:
+            effort = Effort(chosen.payloads, QUICK if extent.quick else ROUNDS)
+            compared = compare(mesh, device, effort, progress)
+            exchanges = (*calibration.exchanges, *compared)
+            calibration = replace(calibration, exchanges=exchanges)
     if first:
         file.write_text(calibration.to_toml(), encoding="utf-8")
 
@@ -154,9 +184,9 @@ def _rows(calibration: Calibration) -> Iterator[dict[str, object]]:
         size = format_bytes(k.nbytes)
         yield _row(k.op, k.dtype, size, k.time.seconds, k.time.spread, price)
     for c in calibration.exchanges:
-        price = model.collective(Collective(c.kind, c.axes, int(c.nbytes)))
-        over, size = ", ".join(c.axes), format_bytes(c.nbytes)
-        yield _row(c.kind, over, size, c.time.seconds, c.time.spread, price)
+        by = "" if c.by == LIBRARY else c.by
+        price = model.collective(Collective(c.kind, c.axes, int(c.nbytes), 0, by))
+        yield _row(c.kind, c.over, format_bytes(c.nbytes), c.time.seconds, c.time.spread, price)
 
 
 def _row(
@@ -174,7 +204,8 @@ def _row(
 
 def _table(calibration: Calibration) -> Table:
     """Renders the measured and the closed-form seconds of the largest problem of each kind."""
-    largest = {(row["what"], row["over"]): row for row in _rows(calibration)}
+    plain = replace(calibration, exchanges=tuple(c for c in calibration.exchanges if not c.by))
+    largest = {(row["what"], row["over"]): row for row in _rows(plain)}
     table = Table(title=f"measured on {calibration.mesh}, the largest problem of each kind")
     for name in ("what", "dtype or axes", "size"):
         table.add_column(name)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autopar.cli import dim_table as dims
-from autopar.cli.common import pipeline_view
 from autopar.cli.common.console import JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
-from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
@@ -46,6 +45,9 @@ from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.prices import limit_of_plan
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.cli.common.opened import PlanFile
 
 
 @click.command("explain")
@@ -96,6 +98,9 @@ def command(
     autopar explain plan.toml --dims
     autopar explain pipeline.toml --stage 1 --by collective
     """
+    from autopar.cli.common import pipeline_view
+    from autopar.cli.common.opened import PlanFile
+
     known = table(own_rules(rule_files))
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
     whole = asked.plan.is_pipeline and number is None
@@ -121,6 +126,13 @@ def command(
     else:
         print_out(render(explanation, by=by, everything=everything))
         print_out(*(render_fused(part.plan.fused) if by is None else ()))
+    outer = asked.plan.outer
+    if outer is not None and not as_json and by is None and not named:
+        from autopar.planning.local_rounds import rounds_of
+        from autopar.runtime.outer.methods import method_of
+
+        rounds = rounds_of(opened.graphs, asked.plan, outer, method_of(outer), asked.plan.mesh)
+        print_out("", rounds.text())
 
 
 def _refuse(asked: PlanFile, number: int | None, parts: bool, trace_json: Path | None) -> None:
@@ -177,12 +189,10 @@ def explained(
     Returns:
         The explanation: seconds and bytes by cause, operator and parameter.
     """
-    price, slowdown = (
-        price or AnalyticModel(chosen.mesh, in_step=True),
-        device(chosen.mesh).slowdown,
-    )
+    price = Prices(chosen.mesh, price or AnalyticModel(chosen.mesh, in_step=True))
+    slowdown = device(chosen.mesh).slowdown
     rules, pins = known or table(), Pins(graph, {})
-    builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
+    builder = Builder(graph, price, rules, pins, _assumptions(chosen))
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:

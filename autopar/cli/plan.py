@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from autopar.cli.common.model_options import (
     shapes,
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
 from autopar.cli.explain import explained
-from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
-from autopar.errors import OptionError, ProgramError
+from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
+from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
@@ -35,14 +37,10 @@ from autopar.ir.update import ADAMW
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.local_rounds import Rounds, rounds_of
 from autopar.planning.options import AUTO, Options
-from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.runtime.outer.methods import method_of
-from autopar.runtime.ranks.processes import as_mesh
 from autopar.stage_plan import StagePlan
 
 
@@ -69,8 +67,9 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--allow",
     metavar="WHAT",
-    help='With --global-batch: "stale gradients" admits schedules that update weights while '
-    "microbatches are in flight (such as 2bw), which changes the result of training.",
+    help='What may change the result of training. "stale gradients", with --global-batch, admits '
+    'schedules that update weights while microbatches are in flight (such as 2bw); "local updates" '
+    "also prices replicas that train apart, and takes the fastest.",
 )
 @pin_options
 @click.option(
@@ -204,10 +203,9 @@ def command(
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
-    devices, way = as_mesh(mesh_text), Outer.read(outer)
-    mesh, batch = _replica(devices, way, batch, global_batch)
+    devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None
-    limit = device(mesh).usable if before is None else min(before.limit, device(mesh).usable)
+    limit = device(devices).usable if before is None else min(before.limit, device(devices).usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -221,7 +219,6 @@ def command(
         "stages": None if global_batch is None else "auto",
         "global_batch": global_batch,
         "allow": allow,
-        "update": None if way is None else method_of(way).beside(ADAMW),
     }
     options = replace(
         Options() if before is None else Options.like(before),
@@ -235,6 +232,11 @@ def command(
     )
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    if way is None and LOCAL_UPDATES in allowed(options.allow):
+        way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
+    mesh, batch = replica(devices, way, batch, global_batch)
+    if way is not None:
+        options = replace(options, update=method(way).beside(ADAMW))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
@@ -248,38 +250,29 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        plan = Plan.of(best, spec).under(way, devices)
-        rounds = None if way is None else rounds_of(graph, best, way, method_of(way), devices)
+        inside = Plan.of(best, spec)
+        plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
+        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **limits, **_rounds_json(rounds)})
+        print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        print_out(render_summary(explanation), "", render_parameters(explanation))
-        print_out(*render_fused(best.fused))
-        say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
-        _warn_whole(explanation)
+        _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _replica(
-    mesh: Mesh, outer: Outer | None, batch: int | None, search: int | None
-) -> tuple[Mesh, int | None]:
-    """Returns the mesh and the batch of one replica; OptionError if they cannot be."""
-    if outer is None:
-        return mesh, batch
-    outer.check(mesh)
-    replicas = outer.count(mesh)
-    if search is not None or batch is None or batch % replicas:
-        raise OptionError(
-            f"--outer needs the batch of {replicas} replicas",
-            why=f"--batch is {batch}" if search is None else "--global-batch is given",
-            todo=f"pass --batch, a multiple of {replicas}, and leave out --global-batch",
-        )
-    return outer.within(mesh), batch // replicas
+def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
+    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+    print_out(render_summary(explanation), "", render_parameters(explanation))
+    print_out(*render_fused(best.fused))
+    say("\n".join([_solver_line(best), *further]))
+    if explanation.whole:
+        names = ", ".join(f"%{name}" for name in explanation.whole)
+        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
@@ -310,6 +303,9 @@ def _pipeline(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
     """Searches for the fastest pipeline and prints it; the options apply to each stage."""
+    from autopar.cli.pipeline import render, to_json
+    from autopar.planning.pipelines.automatic import plan_pipeline
+
     batch = options.global_batch
     assert batch is not None
     model = model_of_any_size(spec, options)
@@ -344,10 +340,6 @@ def _plan_json(plan: Plan) -> dict[str, object]:
     }
 
 
-def _rounds_json(rounds: Rounds | None) -> dict[str, object]:
-    return {} if rounds is None else {"outer": str(rounds.outer), "rounds": asdict(rounds.price)}
-
-
 def _solver_line(plan: StagePlan) -> str:
     """Returns a line on the solver, its optimality gap and time, recomputation and offload."""
     run = plan.solver
@@ -356,9 +348,3 @@ def _solver_line(plan: StagePlan) -> str:
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
     return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
-
-
-def _warn_whole(explanation: Explanation) -> None:
-    if explanation.whole:
-        names = ", ".join(f"%{name}" for name in explanation.whole)
-        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

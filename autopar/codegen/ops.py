@@ -18,7 +18,7 @@ import torch
 
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.lower.literals import quoted
-from autopar.operators.assume import ASSUME
+from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.operators.mixture import MIXTURE

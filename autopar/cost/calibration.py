@@ -10,7 +10,9 @@ The file reads like a table, one measurement per line:
 
     [collective.all_reduce]        # axes: bytes of payload, seconds, relative spread
     "data, tensor" = [[4096, 1.0e-04, 0.1]]
+    "data, tensor by 2d_torus" = [[4096, 0.9e-04, 0.1]]
 
+Rows with `by` compare algorithms with one another and with the library's call, "by library".
 Seconds are medians over runs, each run as slow as its slowest process. The spread is half the
 interquartile range divided by the median. A file is refused if it has a number that is not finite
 and positive, an unknown dtype or collective, or a larger problem that is faster beyond noise.
@@ -34,13 +36,13 @@ from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
 from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole, shown
 from autopar.files.kinds import Kind
+from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES
 
 VERSION = 1
 FILE = Kind("the calibration", CalibrationError, "run `autopar calibrate -o FILE` first")
-NOISE = 1.0
-"""A larger problem may be faster than a smaller one by this share, plus both spreads."""
+NOISE = 1.0  # share by which a larger problem may be faster, besides both spreads
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,22 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A measured collective with `nbytes` payload bytes per device over `axes`, in mesh order."""
+    """A measured collective with `nbytes` payload bytes per device over `axes`, in mesh order.
+
+    `by` names the algorithm in a comparison of algorithms, LIBRARY for the library's call there; ""
+    is the library's call as programs make it.
+    """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: float
     time: Timing
+    by: str = ""
+
+    @property
+    def over(self) -> str:
+        """Axes and algorithm as text."""
+        return ", ".join(self.axes) + (f" by {self.by}" if self.by else "")
 
     @property
     def size(self) -> float:
@@ -108,10 +120,10 @@ class Exchange:
     @property
     def curve(self) -> tuple[str, ...]:
         """Key of the curve that this point belongs to."""
-        return self.kind, *self.axes
+        return self.kind, self.over
 
     def __str__(self) -> str:
-        return f"{self.kind} over {', '.join(self.axes)} at {self.nbytes:.0f}"
+        return f"{self.kind} over {self.over} at {self.nbytes:.0f}"
 
 
 Point = Product | Kernel | Exchange
@@ -210,7 +222,7 @@ class Calibration:
         calls: dict[str, dict[str, list[list[float]]]] = {}
         for call in self.exchanges:
             over = calls.setdefault(call.kind, {})
-            over.setdefault(", ".join(call.axes), []).append([call.nbytes, *_numbers(call.time)])
+            over.setdefault(call.over, []).append([call.nbytes, *_numbers(call.time)])
         document["matmul"], document["kernel"], document["collective"] = products, kernels, calls
         return tomlkit.dumps(document)
 
@@ -267,9 +279,10 @@ def _read(table: dict[str, Any], where: str) -> Calibration:
             for flops, nbytes, seconds, spread in points
         ),
         tuple(
-            Exchange(kind, tuple(axes.split(", ")), nbytes, Timing(seconds, spread))
+            Exchange(kind, tuple(axes.split(", ")), nbytes, Timing(seconds, spread), by)
             for kind, over in calls.items()
-            for axes, points in over.items()
+            for text, points in over.items()
+            for axes, _, by in (text.partition(" by "),)
             for nbytes, seconds, spread in points
         ),
     )
@@ -292,10 +305,8 @@ _TIME = _point(2)
 
 def _curve(entry: Any) -> tuple[str, tuple[tuple[float, ...], ...]]:
     fields = Fields(entry, CalibrationError, "a kernel")
-    by, points = (
-        fields.take("by", Text(known=("nbytes", "flops"))),
-        fields.take("points", Row(_point(4))),
-    )
+    by = fields.take("by", Text(known=("nbytes", "flops")))
+    points = fields.take("points", Row(_point(4)))
     fields.end()
     return by, points
 
@@ -303,9 +314,8 @@ def _curve(entry: Any) -> tuple[str, tuple[tuple[float, ...], ...]]:
 def _gemm(shape: str) -> Gemm:
     match = re.fullmatch(r"([0-9]{1,9}) x ([0-9]{1,9}) x ([0-9]{1,9}) x ([0-9]{1,9})", shape)
     if match is None:
-        raise CalibrationError(
-            f"cannot read the shape {shown(shape)}", why='it is written "1 x 64 x 64 x 64"'
-        )
+        why = 'it is written "1 x 64 x 64 x 64"'
+        raise CalibrationError(f"cannot read the shape {shown(shape)}", why=why)
     return Gemm(*map(int, match.groups()))
 
 
@@ -354,34 +364,28 @@ def _neighbours(grid: dict[tuple[int, int, int], Product]) -> Iterator[tuple[Pro
 
 
 def _check_point(point: Point) -> None:
-    """Raises CalibrationError for an impossible time or size, or an unknown dtype or collective."""
+    """Raises CalibrationError for an impossible time or size, or an unknown word."""
     time = point.time
-    good = math.isfinite(time.seconds) and time.seconds > 0
-    if not (good and math.isfinite(time.spread) and time.spread >= 0):
-        raise CalibrationError(
-            f"a time of {time.seconds} seconds with a spread of {time.spread}",
-            where=str(point),
-            why="times are finite and positive, spreads finite and not negative",
-            todo="calibrate again",
-        )
     word, known = (point.kind, KINDS) if isinstance(point, Exchange) else (point.dtype, DTYPE_BYTES)
-    if word not in known:
-        raise CalibrationError(
-            f"unknown dtype or collective {word!r}",
-            where=str(point),
-            why=f"the known ones are {', '.join(known)}",
-            todo="calibrate again",
-        )
     if isinstance(point, Product):
-        good = point.gemm.batch == 1 and min(point.gemm.m, point.gemm.n, point.gemm.k) >= 1
-        if not good:
-            raise CalibrationError(
-                f"{point}: expected one product with positive m, n and k", todo="calibrate again"
-            )
-    elif not (math.isfinite(point.size) and point.size >= 0):
-        raise CalibrationError(
-            f"{point}: sizes are finite and not negative", todo="calibrate again"
-        )
+        sizes: list[float] = [point.gemm.m, point.gemm.n, point.gemm.k]
+    else:
+        sizes = [point.size]
+    if isinstance(point, Exchange) and point.by not in ("", LIBRARY):
+        Algorithm.parse(point.by)
+    if not (0 < time.seconds < math.inf and 0 <= time.spread < math.inf):
+        what = f"a time of {time.seconds} seconds with a spread of {time.spread}"
+        why = "times are finite and positive, spreads finite and not negative"
+    elif word not in known:
+        what = f"unknown dtype or collective {word!r}"
+        why = f"the known ones are {', '.join(known)}"
+    elif isinstance(point, Product) and (point.gemm.batch != 1 or min(sizes) < 1):
+        what, why = f"the product {point}", "it is one product with positive m, n and k"
+    elif not all(0 <= size < math.inf for size in sizes):
+        what, why = f"the size of {point}", "sizes are finite and not negative"
+    else:
+        return
+    raise CalibrationError(what, where=str(point), why=why, todo="calibrate again")
 
 
 def _check_grid(dtype: str, products: Sequence[Product]) -> None:

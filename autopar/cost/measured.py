@@ -22,7 +22,7 @@ from autopar.cost.calibration import Calibration, Product, Timing
 from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm, Work, quantising
-from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
+from autopar.ir.chosen_algorithms import LIBRARY, LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -65,8 +65,9 @@ class MeasuredModel:
         self._kernels = _curves(((k.op, k.dtype), k.size, k.time) for k in calibration.kernels)
         self._by = {(k.op, k.dtype): k.by for k in calibration.kernels}
         self._same = frozenset(filter(self._measured_axis, mesh.names))
-        calls = (c for c in calibration.exchanges if self._same.issuperset(c.axes))
-        self._calls = _curves(((c.kind, c.axes), c.nbytes, c.time) for c in calls)
+        calls = [c for c in calibration.exchanges if self._same.issuperset(c.axes)]
+        self._calls = _curves(((c.kind, c.axes), c.nbytes, c.time) for c in calls if not c.by)
+        self._compared = _curves(((c.kind, c.axes, c.by), c.nbytes, c.time) for c in calls if c.by)
         self._scale = self._scales()
         self._known: dict[Work, float] = {}
 
@@ -79,7 +80,9 @@ class MeasuredModel:
     def collective(self, call: Collective, /) -> float:
         """Returns the seconds of one collective; 0 over a group of one device.
 
-        A quantised collective takes the time of its bytes plus that of its kernels.
+        A quantised collective takes the time of its bytes plus that of its kernels. A call that
+        names a compared algorithm takes the time of the library's call, and longer by as much as in
+        the comparison.
 
         Raises:
             MeshError, CostError: see `AnalyticModel.collective`.
@@ -88,11 +91,25 @@ class MeasuredModel:
         if call.quantised:
             kernels = sum(map(self.compute, quantising(call)))
             return kernels + self.collective(replace(call, quantised=0))
-        seconds = self.analytic.collective(call)
-        curve = self._calls.get((call.kind, self._ordered(call.axes)))
+        key = call.kind, self._ordered(call.axes)
+        library, own = (self._compared.get((*key, by)) for by in (LIBRARY, call.algorithm))
+        if library is None or own is None:
+            return self._sent(call)
+        plain = self._sent(replace(call, algorithm=""))
+        return max(plain - library(call.nbytes), 0.0) + own(call.nbytes)
+
+    def _sent(self, call: Collective) -> float:
+        """Returns the measured seconds of the library's call, else the scaled closed form."""
+        seconds, key = self.analytic.collective(call), (call.kind, self._ordered(call.axes))
+        curve = self._calls.get(key) or self._compared.get((*key, LIBRARY))
         if not seconds or curve is None or call.algorithm:
             return seconds * self._scale.get(call.kind, self._scale["collective"])
         return curve(call.nbytes)
+
+    def compared(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the algorithms that were measured beside the library's call."""
+        found = [by for what, over, by in self._compared if (what, over) == (kind, axes)]
+        return tuple(by for by in found if by != LIBRARY) if LIBRARY in found else ()
 
     def host(self, copy: HostCopy) -> float:
         """Returns the seconds of a copy to or from host memory, by the device's figures."""
@@ -143,7 +160,7 @@ class MeasuredModel:
         for kernel in (k for k in self.calibration.kernels if k.by == "nbytes"):
             price = self._whole.compute(Work(kernel.op, kernel.flops, kernel.nbytes, kernel.dtype))
             ratios["kernel"].append(kernel.time.seconds / price if price else 1.0)
-        for call in self.calibration.exchanges:
+        for call in (c for c in self.calibration.exchanges if not c.by):
             price = self._whole.collective(Collective(call.kind, call.axes, int(call.nbytes)))
             ratio = call.time.seconds / price if price else 1.0
             ratios["collective"].append(ratio)

@@ -20,7 +20,7 @@ from autopar.ir.int8_blocks import staged
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
-from autopar.operators.across import CHUNK
+from autopar.operators.device_work import CHUNK
 from autopar.operators.exchange import across
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part

@@ -42,7 +42,7 @@ class RoundPrice:
     @property
     def exposed_seconds(self) -> float:
         """Returns the seconds of synchronisation that devices wait for, per step."""
-        return self.seconds / self.tau - self.step_seconds
+        return (self.seconds - self.tau * self.step_seconds) / self.tau
 
     @property
     def efficiency(self) -> float:
@@ -71,3 +71,15 @@ def round_price(step: float, sync: float, hidden: bool, tau: int = 0) -> RoundPr
     running = sync * CONTENTION if hidden else sync
     best = math.ceil(running / step if hidden else 20 * running / step)
     return RoundPrice(tau or max(best, 1), step, running, hidden)
+
+
+def overlap_ratio(step: float, sync: float, tau: int) -> float:
+    """Returns the share of a synchronisation that a round of tau steps covers, without contention.
+
+    CO2's table of overlaps has this number; its throughputs are lower, see the module.
+
+    Args:
+        step, sync: seconds of a step and of the synchronisation alone.
+        tau: steps of a round.
+    """
+    return min(1.0, tau * step / sync) if sync > 0 else 1.0

@@ -30,7 +30,7 @@ from typing import get_args
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules._tied_updates import tied_updates
-from autopar.ir.action import COMPUTE, COPIES, SYNC, UPDATE, Action, Row
+from autopar.ir.action import COMPUTE, COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Queue, Step, Wiring
 
 _Pair = tuple[Action, Action]  # a send and its receive
@@ -243,7 +243,7 @@ def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
 
     Gradients are synchronised right before their update, or, if other backwards come in between,
     right after the last backward that contributes. Where the schedule awaits sums, it specifies the
-    place.
+    place, and sums over inner axes of the mesh come right before those over outer ones begin.
     """
     size, later = schedule.microbatches, _later(row, schedule.microbatches)
     done: list[Action] = []
@@ -253,6 +253,11 @@ def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
             done += waiting
             waiting.clear()
         number = action.stage, action.copy, action.microbatch % size
+        inner, outer = _divided(schedule, wiring, action)
+        if action.kind == SYNC_BEGIN and inner:
+            done.append(action._replace(kind=SYNC, over=inner))
+        if action.kind in (SYNC_BEGIN, SYNC_AWAIT):
+            action = action._replace(over=outer)
         if action.kind == UPDATE:
             if not schedule.pending and number not in later:
                 done.append(action._replace(kind=SYNC))
@@ -262,6 +267,15 @@ def _streaming(schedule: Schedule, wiring: Wiring, row: list[Action]) -> Row:
             waiting.append(Action(SYNC, *action[1:4]))
         done.append(action)
     return (*done, *waiting)
+
+
+def _divided(schedule: Schedule, wiring: Wiring, action: Action) -> tuple[str, str]:
+    """Returns the axes over which a stage sums at once, and those over which sums are late."""
+    axes = wiring.axes[action.stage] if wiring.axes else ()
+    if not 0 < schedule.outer < len(axes):
+        return "", ""
+    inner, outer = axes[schedule.outer :], axes[: schedule.outer]
+    return "".join(f"@{axis}" for axis in inner), "".join(f"@{axis}" for axis in outer)
 
 
 def _later(row: Sequence[Action], size: int) -> set[tuple[int, int, int]]:

@@ -3,7 +3,8 @@
 A step of equal stages takes B t + fill (D - 1) t seconds with D ranks, B microbatches and t seconds
 of work per rank and microbatch. `fill` follows from the bubble of the schedule: 1 for GPipe and
 1F1B, 1/v for v chunks, and so on. For a schedule that does not flush, the formula gives one period
-of the steady state with `fill` = 0; warm-up and drain occur once per training run and are ignored.
+of the steady state; warm-up and drain occur once per training run and are ignored. `fill` is 0 if
+no rank is ever idle in it.
 
 Where no closed form of the bubble is published, a few microbatches per rank are simulated; more
 microbatches do not change the result. The fraction of transfer time that stalls a rank in every
@@ -66,15 +67,17 @@ def law(name: str, **options: int) -> Law:
         made = made_for(ranks, microbatches)
         if made is None or ranks == 1:
             return 1.0
-        if not made.flushes:
-            return 0.0  # every rank is always busy, across periods
         bubble = None if made.joined else made.bubble(Times())
         if bubble is None:
             few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
             if made_for(ranks, few) is not None:  # some schedules need a multiple of another number
                 microbatches = few
             made = schedule(name, ranks, microbatches, **options)
-            bubble = simulate(made, [StageCost()] * made.stages).bubble
+            costs = [StageCost()] * made.stages
+            if made.flushes:
+                bubble = simulate(made, costs).bubble
+            else:
+                bubble = steady(made, complete(made), costs)[1]
         return bubble / (1 - bubble) * microbatches / (ranks - 1)
 
     def in_flight(last: int, ranks: int, microbatches: int) -> float:

@@ -90,6 +90,8 @@ class Schedule:
             computed with are older than those that it updates; () for 0 everywhere.
         stashes: whether a backward uses the weights of its forward.
         pending: number of updates whose gradients are in transit between replicas at a time.
+        outer: number of outermost axes of a stage's mesh over which gradients are in transit, and
+            over the others they are summed at once; 0 if they are in transit over all.
         adjustment: the compensation for stale weights in the update.
         first: the number of initial periods that run another schedule, and that schedule; None if
             there are none.
@@ -109,6 +111,7 @@ class Schedule:
     staleness: tuple[int, ...] = ()
     stashes: bool = True
     pending: int = 0
+    outer: int = 0
     adjustment: Adjustment = NO_ADJUSTMENT
     first: tuple[int, Schedule] | None = None
 

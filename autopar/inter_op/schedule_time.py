@@ -3,8 +3,9 @@
 Each rank runs its complete row in order. A computation starts once the previous action has finished
 and its inputs have arrived; sends and receives take no time on a rank. A transfer starts once the
 sender reaches it and earlier transfers on the same link have finished; each direction between two
-ranks is one link. An update that ends a step waits for all ranks, which decide jointly whether to
-apply it.
+ranks is one link. Sums of gradients that a rank begins (SYNC_BEGIN) run one after another beside
+its computation, and the rank waits where it awaits one (SYNC_AWAIT). An update that ends a step
+waits for all ranks, which decide jointly whether to apply it.
 
 This module checks the schedules independently and shares no code with them: it only reads rows.
 """
@@ -23,14 +24,15 @@ from numpy.typing import NDArray
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Span, Timeline
+from autopar.inter_op.row_dependencies import dependencies, links
 from autopar.inter_op.schedule import Schedule
-from autopar.inter_op.whole_rows import CODE, B, Columns, F, I, W, check_whole
-from autopar.ir.action import ALL, COMPUTE, KINDS, UPDATE, Action, Row
+from autopar.inter_op.whole_rows import CODE, Columns, check_whole
+from autopar.ir.action import COMPUTE, KINDS, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Step
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_SEND_F, _SEND_B, _UPDATE = (CODE[kind] for kind in ("SEND_F", "SEND_B", UPDATE))
+_SEND_F, _BEGIN, _UPDATE = (CODE[kind] for kind in ("SEND_F", SYNC_BEGIN, UPDATE))
 _STEADY = 3  # periods simulated after the warm-up
 _MORE = 4  # further periods, over which the steady state is measured
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -51,7 +53,9 @@ class StageCost(NamedTuple):
         activation: bytes kept from the forward until the end of the backward.
         kept: bytes kept between the input and the weight backward, part of `activation` or instead
             of it; None for all of `activation`.
-        update: seconds of one update of the stage, including gradient synchronisation.
+        update: seconds of one update of the stage, including gradient synchronisation that it waits
+            for.
+        sums: seconds of gradient synchronisation that runs beside computation.
     """
 
     forward: float = 1.0
@@ -60,6 +64,7 @@ class StageCost(NamedTuple):
     activation: float = 1.0
     kept: float | None = None
     update: float = 0.0
+    sums: float = 0.0
 
 
 def simulate(
@@ -154,6 +159,7 @@ class Prepared:
         duration = seconds[self.kind, self.stage]
         way = np.where(self.kind == _SEND_F, 0, 1)
         travel = np.where(self.hop >= 0, hops[way, np.maximum(self.hop, 0)], 0.0)
+        travel = np.where(self.kind == _BEGIN, table[6][self.stage], travel)
         end, leaving, arrival = _run(
             self.order, self.begins, self.needs, self.first, self.link, duration, travel
         )
@@ -200,7 +206,7 @@ def _figures(
             todo=f"give {stages} costs and {stages - 1} transfers, or no transfers",
         )
     full = [
-        (*cost[:4], cost.activation if cost.kept is None else cost.kept, cost.update)
+        (*cost[:4], cost.activation if cost.kept is None else cost.kept, cost.update, cost.sums)
         for cost in costs
     ]
     table = np.array(full, np.float64).T
@@ -234,8 +240,8 @@ def prepare(step: Schedule | Step) -> Prepared:
     else:
         _check(step.rows, step)
     columns = Columns.of(step.rows, step.placement, step.microbatches)
-    hop, link = _links(columns, step)
-    needs, first = _needs(columns, step)
+    hop, link = links(columns, step)
+    needs, first = dependencies(columns, step)
     order, heads = _order(columns.begins, needs, first)
     if len(order) < len(columns.flat):
         raise _deadlock(columns, needs, first, heads)
@@ -258,53 +264,6 @@ def _check(rows: Sequence[Row], sized: Schedule | Step) -> None:
     if isinstance(sized, Step):
         rows = [[action for action in row if action.kind in COMPUTE] for row in rows]  # type: ignore[misc]
     check_whole(Columns.of(rows, sized.placement, sized.microbatches), sized.placement)
-
-
-def _links(columns: Columns, step: Step) -> tuple[Ints, Ints]:
-    """Returns the hop and the link of each send; -1 for other actions."""
-    hop, link = (np.full(len(columns.flat), -1) for _ in range(2))
-    placed = np.array(step.placement)
-    for kind, way in ((_SEND_F, 1), (_SEND_B, -1)):
-        at = np.flatnonzero(columns.kind == kind)
-        others = np.array([columns.flat[n].partner for n in at.tolist()], np.int64)
-        peer = placed[columns.copy[at], others]
-        link[at] = columns.rank[at] * len(step.rows) + peer
-        near = others == columns.stage[at] + way
-        hop[at[near]] = np.minimum(columns.stage[at], others)[near]
-    return hop, link
-
-
-def _needs(columns: Columns, step: Step) -> tuple[Ints, Ints]:
-    """Returns the dependencies of all actions, and the start of each action's dependencies."""
-    done = [columns.where(kind) for kind in (F, B, I, W)]
-    backward = np.maximum(done[B], done[I])
-    pairs = [(backward, done[F]), (done[W], done[I])]
-    partner = np.array([action.partner if action.kind[0] == "S" else -1 for action in columns.flat])
-    for maker, reader, gradient in step.wiring.edges:
-        for kind, made, one, other in (
-            (_SEND_F, done[F], maker, reader),
-            (_SEND_B, backward, reader, maker),
-        )[: 1 + gradient]:
-            sent = columns.where(kind, partner == other)[:, one]
-            own = [ranks[one] == ranks[other] for ranks in step.placement]
-            brought = np.where(np.array(own)[:, None], made[:, one], sent)
-            pairs.append(((done[F] if kind == _SEND_F else backward)[:, other], brought))
-    pairs += _ends(columns)
-    at, need = (np.concatenate([pair[side].ravel() for pair in pairs]) for side in (0, 1))
-    there = (at >= 0) & (need >= 0)
-    at, need = at[there], need[there]
-    count = np.bincount(at, minlength=len(columns.flat))
-    return need[np.argsort(at, kind="stable")], np.concatenate(([0], np.cumsum(count)))
-
-
-def _ends(columns: Columns) -> list[tuple[Ints, Ints]]:
-    """Returns the dependencies of final updates on the actions before them on all ranks."""
-    ends = (columns.kind == _UPDATE) & (columns.batch == ALL)
-    if not ends.any():
-        return []
-    first = np.array([np.flatnonzero(ends & (columns.rank == r))[0] for r in set(columns.rank)])
-    before = first[first > columns.begins[columns.rank[first]]] - 1
-    return [(np.repeat(first, len(before)), np.tile(before, len(first)))]
 
 
 @_compiled

@@ -21,6 +21,7 @@ class Candidate:
         transient: bytes needed temporarily on top.
         label: identifies the strategy (its logical mesh) to the caller.
         recompute: recomputation of blocks, "none" or "full".
+        sums: seconds of gradient synchronisation that runs beside later steps.
     """
 
     forward: float
@@ -31,6 +32,7 @@ class Candidate:
     transient: float = 0.0
     label: str = ""
     recompute: str = "none"
+    sums: float = 0.0
 
     @property
     def seconds(self) -> float:

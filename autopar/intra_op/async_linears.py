@@ -18,9 +18,10 @@ from autopar.intra_op.node_choices import Option, operand_types
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Edge, Matrix
 from autopar.intra_op.rule import OpRule, resolve
-from autopar.ir.collective import Resharder, Step, moves
+from autopar.ir.collective import Step, moves
 from autopar.ir.fusion.async_tensor_parallel import LINEAR, Beside, runs_beside
 from autopar.ir.graph import Node
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
 
 Seconds = tuple[float, float]  # forwards and backwards
@@ -111,6 +112,8 @@ class Hidden:
                 for a, row in enumerate(rows):
                     if not self._same(row.results[0], step.src):
                         continue
+                    if (row if op == "reduce_scatter" else column).form:
+                        continue  # see `Overlaps`
                     if op == "reduce_scatter":
                         taken = self._products(source, row)
                     elif reader.op == LINEAR:
@@ -147,7 +150,7 @@ class Hidden:
             fitting = [
                 self._products(linear, option)
                 for option in self.options(linear.name)
-                if self._same(option.operands[0], layout)
+                if not option.form and self._same(option.operands[0], layout)
             ]
             if not fitting:
                 return _NOTHING

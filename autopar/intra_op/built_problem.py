@@ -93,6 +93,10 @@ class Built:
             for kernels, collectives in self.side_by_side(choice)
         )
 
+    def seconds(self, choice: tuple[int, ...]) -> float:
+        """Returns the seconds of a choice, less those hidden beside kernels."""
+        return evaluate(self.problem, choice).cost - self.hidden(choice)
+
     def figures(self, choice: tuple[int, ...]) -> Prediction:
         """Returns the seconds and bytes per device of a choice, by cause.
 

@@ -23,7 +23,7 @@ from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
-from autopar.operators.across import CHUNK
+from autopar.operators.device_work import CHUNK
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named

@@ -6,7 +6,7 @@ it.
 
 An all_gather of a parameter plus a reduce_scatter of its gradient costs as much as an all_reduce of
 the gradient. If memory allows every such parameter and its states to be stored whole, `polish` does
-so.
+so, unless less of that is hidden beside kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
     summed = _summed_early(built, whole, lighter=False)
     # The buffer of a sum is counted at a parameter, but not at a reader with a layout change.
     fits = evaluate(built.problem, summed).feasible
-    return summed if fits else _summed_early(built, whole, lighter=True)
+    plainest = summed if fits else _summed_early(built, whole, lighter=True)
+    return plainest if built.seconds(plainest) <= built.seconds(choice) * (1 + 1e-9) else choice
 
 
 def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple[int, ...]:
@@ -55,16 +56,19 @@ def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple
 
 
 def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the choice with parameters stored whole where that costs the same, if all fit."""
-    replaced = list(choice)
+    """Returns the choice with parameters stored whole where that takes no longer, if all fit."""
+    replaced, hidden = choice, built.hidden(choice)
     for node, (options, index) in enumerate(zip(built.options, choice, strict=True)):
         used, cost = options[index].results, built.problem.nodes[node].cost
         for other, option in enumerate(options):
             plain = option.storage is not None and not option.storage.axes("updated")
             if plain and option.results == used and cost[other] <= cost[index] * (1 + 1e-12):
-                replaced[node] = other
+                moved = (*replaced[:node], other, *replaced[node + 1 :])
+                saved = built.hidden(moved)
+                if cost[other] - saved <= cost[replaced[node]] - hidden + 1e-12 * cost[index]:
+                    replaced, hidden = moved, saved
     judged = evaluate(built.problem, replaced)
-    return tuple(replaced) if judged.feasible else choice
+    return replaced if judged.feasible else choice
 
 
 def _plainly(new: Option, old: Option) -> bool:

@@ -23,10 +23,10 @@ from autopar.intra_op.node_choices import (
 )
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
-from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.resharding import Resharder, Reshardings
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import Rule
@@ -42,6 +42,8 @@ Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
 class Prices:
     """Cached prices on one mesh.
 
+    It is a cost model itself, whose `collective` remembers the cheapest reshardings.
+
     Args:
         mesh: the devices.
         model: prices, in seconds.
@@ -49,7 +51,8 @@ class Prices:
 
     def __init__(self, mesh: Mesh, model: CostModel) -> None:
         self.mesh, self.model = mesh, Checked(model)
-        self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
+        self.compute = self.model.compute
+        self.collective = Reshardings(mesh, self.model.collective)
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
@@ -59,10 +62,7 @@ class Prices:
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
-        key = tuple(precision.widened.items())
-        if key not in self._resharders:
-            self._resharders[key] = Resharder(self.mesh, self.model.collective, precision.widened)
-        return self._resharders[key]
+        return self.collective.resharder(precision)
 
     def stored(
         self,
@@ -177,11 +177,14 @@ class Prices:
         forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
         if not option.form:
             return forward, backward
-        part = Part(node, types, option.operands, self.mesh)
-        turns = form_named(node.op, option.form).turns(part)
+        part, form = Part(node, types, option.operands, self.mesh), form_named(node.op, option.form)
+        turns, beside = form.turns(part), [
+            sum(map(self.model.collective, calls[alone:]))
+            for calls, alone in zip(asked, form.alone(part), strict=True)
+        ]  # fmt: skip
         return (
-            forward - hidden_in_turns(kernels[0], forward, turns, slowdown),
-            backward - hidden_in_turns(kernels[1], backward, turns, slowdown),
+            forward - hidden_in_turns(kernels[0], beside[0], turns, slowdown),
+            backward - hidden_in_turns(kernels[1], beside[1], turns, slowdown),
         )
 
 

@@ -52,8 +52,9 @@ class OpRule:
             the number of elements of the first result, and is the default.
         linear: groups of tensor operands, by position, in which the results are jointly linear;
             True means all together, False none. May be a function of the node.
-        together: two factors, "e ...", that one axis may split at once: no operand has both, every
-            operand and result has one, and the operator sends what belongs elsewhere.
+        together: pairs of factors, "e ..." or "k n, k l", that one axis may split at once: no
+            operand has both, and the operator sends what belongs elsewhere. A tensor that has
+            neither is as if the axis split a factor that it lacks.
         examples: argument lists in the graph's notation, with a type in the place of each tensor:
             "f64[4, 6], (2, 12)". "f64[4]>0" asks for positive values, "i64[4]<8" for values from 0
             up to 8. The rule is proved on them.
@@ -226,11 +227,11 @@ def resolve(
 
 def _together(text: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yields the pairs of factors, one for each leading dimension behind "..."."""
-    one, _, other = text.partition(" ")
-    for name in sizes:
-        alike = name == other or (other == "..." and name.startswith("..."))
-        if alike and sizes.get(one, 1) > 1 and sizes[name] > 1:
-            yield one, name
+    for one, other in (pair.split() for pair in text.split(",") if pair):
+        for name in sizes:
+            alike = name == other or (other == "..." and name.startswith("..."))
+            if alike and sizes.get(one, 1) > 1 and sizes[name] > 1:
+                yield one, name
 
 
 def _groups(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from autopar.errors import RuleError
-from autopar.intra_op.proofs.own_function_rules import RULE as FUNCTION
-from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rule import OpRule, collect
 from autopar.intra_op.rules import rules
+from autopar.operators.own_functions import SPLIT
+
+if TYPE_CHECKING:
+    import torch
+
+# A Function that can be split has its rule in its call, see `proofs/own_function_rules.py`.
+FUNCTION = OpRule(SPLIT, lambda node, types: str(node.args[1]))
 
 
 def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dict[str, OpRule]:
@@ -41,6 +45,8 @@ def _check(item: OpRule, device: torch.device | None) -> None:
             why="a rule is proved before it is used",
             todo='add some, e.g. examples=["f64[4, 6], f64[6]"], with sizes that can be split',
         )
+    from autopar.intra_op.proofs.prove import prove
+
     try:
         report = prove(item)
     except RuleError:

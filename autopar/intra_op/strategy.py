@@ -165,7 +165,7 @@ def _summed(part: str, signature: Signature, operand: int | None) -> bool:
     if part.startswith(PARTIAL):
         return operand in signature.linear[int(part.removeprefix(PARTIAL) or 0)]
     produced = {f for dims in signature.results for dim in dims for f in dim}
-    return signature.additive[operand] and part not in produced
+    return signature.additive[operand] and produced.isdisjoint(part.split(TOGETHER))
 
 
 def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:

@@ -18,6 +18,8 @@ Marks that an action may carry, in this order:
 - `>4`, `<0` a transfer that skips stages: `SEND_F2.5>4` to stage 4, `RECV_F3.5<0` from stage 0.
 - `/copies` a SYNC over all copies of parameters: of the whole stage in its other copies, or of the
   named ones, which other stages hold too: `SYNC0/copies(wte.weight)`.
+- `/@node` a SYNC over some axes of the stage's mesh, of all its parameters or of the named ones:
+  `SYNC_BEGIN0.7/@node@rack`, `SYNC0.7/@gpu(wte.weight)`, `SYNC0.7/(wte.weight)` over all axes.
 
 Microbatches are numbered within a period of the schedule; `B2.-1` is the backward of the last one
 of the period before. An UPDATE with a number takes the gradients up to that microbatch, and
@@ -38,6 +40,7 @@ from autopar.errors import ScheduleError
 COMPUTE: Final = ("F", "B", "I", "W")
 TRANSFER: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE = "SYNC", "SYNC_BEGIN", "SYNC_AWAIT", "UPDATE"
+_SUMS: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT)
 ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # what becomes of gradients
 KINDS: Final = (*COMPUTE, *TRANSFER, *ENDING)
 ALL: Final = -(2**31)  # the microbatch of an action that concerns them all
@@ -46,7 +49,8 @@ _NEIGHBOUR: Final = -1  # the other stage of most transfers
 
 _TEXT = re.compile(
     r"(?P<kind>[A-Z_]+?)(?P<stage>\d+)(?:\.(?P<microbatch>-?\d+))?(?P<primes>'*)(?:@(?P<age>\d+))?"
-    r"(?:(?P<way>[<>])(?P<other>\d+))?(?:/(?P<over>[a-z]+)(?:\((?P<names>[^()\s]+)\))?)?\Z"
+    r"(?:(?P<way>[<>])(?P<other>\d+))?(?:/(?P<over>copies|(?:@[A-Za-z_]\w*)*)(?:\((?P<names>[^()\s]+)\))?)?\Z",
+    re.ASCII,
 )
 _UNQUOTED = "[]:-"  # in names of parameters, beside letters, digits, dots and underscores
 
@@ -62,7 +66,8 @@ class Action(NamedTuple):
         age: by how many updates the weights are older than the newest ones.
         other: the stage at the other end of a transfer, where that is no neighbour, else -1; see
             `partner`.
-        over: of a SYNC, COPIES for that of parameters which several stages hold, else "".
+        over: of a SYNC, COPIES for that of parameters which several stages hold, axes of the mesh
+            such as "@node@gpu", or "" for all axes along which parameters are replicated.
         names: keys of the parameters that a SYNC concerns, () for all of the stage.
     """
 
@@ -83,7 +88,7 @@ class Action(NamedTuple):
             text += self.copy * "'" + (f"@{self.age}" if self.age else "")
         if self.other != _NEIGHBOUR:
             text += f"{'>' if self.kind.startswith('SEND') else '<'}{self.other}"
-        if self.over:
+        if self.over or self.names:
             names = ",".join(quote(name, safe=_UNQUOTED) for name in self.names)
             text += f"/{self.over}" + (f"({names})" if names else "")
         return text
@@ -108,20 +113,27 @@ class Action(NamedTuple):
             ending or match["microbatch"] is not None,
             not match["age"] or kind in COMPUTE,
             not transfer or match["way"] == {"SEND": ">", "RECV": "<"}.get(kind[:4]),
-            not match["over"] or (kind == SYNC and match["over"] == COPIES),
+            match["over"] is None or (kind == SYNC if match["over"] == COPIES else kind in _SUMS),
+            match["over"] != "" or match["names"] is not None,
         ]
         if not all(fits):
             raise ScheduleError(
                 f"cannot read the action {text!r}",
                 why="SYNC and UPDATE may concern all microbatches, every other kind one; @ belongs"
-                " to what computes, > to what sends, < to what receives, /copies to SYNC",
-                todo="write e.g. UPDATE2, F2.5@1, SEND_F2.5>4, RECV_F4.5<2 and SYNC2/copies",
+                " to what computes, > to what sends, < to what receives, / to SYNC",
+                todo="write e.g. UPDATE2, F2.5@1, SEND_F2.5>4, RECV_F4.5<2, SYNC2/copies and"
+                " SYNC_BEGIN2.5/@node",
             )
         stage, batch = int(match["stage"]), int(match["microbatch"] or ALL)
         made = cls(kind, stage, batch, len(match["primes"]), int(match["age"] or 0))
         names = tuple(map(unquote, match["names"].split(","))) if match["names"] else ()
         made = made._replace(over=match["over"] or "", names=names)
         return made if transfer is None else made.towards(int(transfer))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that a SYNC names, () for all."""
+        return () if self.over == COPIES else tuple(self.over.split("@")[1:])
 
     @property
     def partner(self) -> int:

@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError, MeshError
-from autopar.ir.collective import Resharder, Step
+from autopar.ir.collective import Step
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout, TensorType
 
 Span = tuple[int, int]  # start, length

@@ -41,10 +41,12 @@ class Wiring:
     Attributes:
         edges: which stage reads what which makes.
         tied: for each stage the keys of the trained parameters that other stages hold too.
+        axes: for each stage the axes of its mesh with several devices; () if they do not matter.
     """
 
     edges: tuple[Edge, ...]
     tied: tuple[tuple[str, ...], ...]
+    axes: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def chain(cls, stages: int) -> Wiring:

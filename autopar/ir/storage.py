@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from autopar.errors import LayoutError
@@ -199,6 +200,7 @@ class Storage:
             return f"{self.held.format(shape)}, gathered twice"
         return self.format(shape)
 
+    @lru_cache(maxsize=1 << 14)  # noqa: B019, a frozen value; the blocks of a model ask alike
     def hops(
         self,
         tensor: TensorType,

@@ -9,10 +9,11 @@ from functools import cached_property
 from autopar.cost.device import device
 from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
-from autopar.ir.collective import Collective, Resharder
+from autopar.ir.collective import Collective
 from autopar.ir.fusion.async_tensor_parallel import ASYNC, Beside, Overlaps
 from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import selective_runs
+from autopar.ir.resharding import Resharder, Reshardings
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 from autopar.plan_entries import NodePlan
@@ -37,7 +38,8 @@ class Placed:
     def resharder(self) -> Resharder:
         """Chooses the steps of resharding by price."""
         plan = self.plan
-        return Resharder(plan.mesh, self.price, plan.precision.widened, plan.collectives.named)
+        known = Reshardings.of(plan.mesh, self.price)
+        return known.resharder(plan.precision, plan.collectives)
 
     def planned(self, name: str) -> NodePlan:
         """Returns the plan's entry for a node of any block.
@@ -74,6 +76,7 @@ class Placed:
             near(plan.mesh, device(plan.mesh)) if switched else (),
             lambda name: [layout for _, layout in self.planned(name).operands],
             self.result,
+            lambda name: bool(self.planned(name).form),
         )
 
 

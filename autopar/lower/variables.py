@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby, zip_longest
 
 from autopar.ir.graph import WRITE, Graph, Node
-from autopar.operators.assume import ASSUME
+from autopar.operators.branches import ASSUME
 from autopar.operators.own_functions import called
 
 # Names with another meaning in a generated program.

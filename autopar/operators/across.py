@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
+from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
 from autopar.operators.mixture import Biases, Experts, mixture
@@ -38,7 +39,6 @@ from autopar.operators.peer_devices import (
 __all__ = ["CHUNK", "Across", "Axes"]
 
 Stages = tuple[tuple[str, ...], ...]
-CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
 
 class Across(ABC):

@@ -9,25 +9,21 @@ for the notation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from autopar.errors import AnnotationError, LayoutError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 
-_LIBRARY = torch.library.Library("autopar", "DEF")
-# The result shares its operand's storage, like a view, so that a write into one of them is a write
-# into the other, as outside autopar. It is a composite of an operator with shapes and a derivative,
-# and needs none of its own.
-_LIBRARY.define("shard(Tensor(a) x, str layout) -> Tensor(a)")
-_LIBRARY.impl("shard", lambda x, layout: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def shard(x: Tensor, layout: str) -> Tensor:
@@ -50,10 +46,29 @@ def shard(x: Tensor, layout: str) -> Tensor:
         `x`. Capturing the model raises the errors of `Annotation.layouts` for a layout that does
         not fit.
     """
+    import torch
+
     if not torch.compiler.is_exporting():
         return x
+    _registered()
     marked: Tensor = torch.ops.autopar.shard(x, layout)
     return marked
+
+
+@functools.cache
+def _registered() -> torch.library.Library:
+    """Registers the operator, and returns what keeps it registered.
+
+    The result shares its operand's storage, like a view, so that a write into one of them is a
+    write into the other, as outside autopar. It is a composite of an operator with shapes and a
+    derivative, and needs none of its own.
+    """
+    import torch
+
+    library = torch.library.Library("autopar", "FRAGMENT")
+    library.define("shard(Tensor(a) x, str layout) -> Tensor(a)")
+    library.impl("shard", lambda x, layout: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
+    return library
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.errors import AssumptionError
 from autopar.ir.graph import Graph, Node, Ref
-from autopar.operators.branches import Guard, guard
+from autopar.operators.branches import ASSUME, Guard, guard
 
-ASSUME = "autopar.assume"
 _CHECK = "autopar.check"  # in a trace, before it is tied to a value
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("check(Tensor condition, bool expected, str where) -> Tensor")
@@ -63,6 +61,8 @@ def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
     Raises:
         AssumptionError: it is not.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if not isinstance(condition, FakeTensor) and bool(condition) != expected:
         raise AssumptionError(
             "the batch takes a branch that the model was captured without",

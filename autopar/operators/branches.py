@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+ASSUME = "autopar.assume"  # the operator
 _NOT_FINITE = re.compile(r"\b(isinf|isnan|isfinite|isposinf|isneginf)\b")
 _TELLS = re.compile(r"warn|log|print")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
+
 
 @dataclass(frozen=True)
 class Gemm:

@@ -19,9 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
@@ -29,7 +27,11 @@ from autopar.ir.tensor import DTYPE_BYTES, Layout
 from autopar.operators.expert_load import part_shares
 from autopar.operators.form import Calls, Part
 from autopar.operators.mixture import Experts, by_name, mixture
-from autopar.operators.peer_devices import Peers, travelled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Peers
 
 ABSENT = -1  # the expert of a place whose expert is elsewhere
 
@@ -100,6 +102,10 @@ def dispatched(
         first: number of this device's first expert.
         kernels: as for `mixture`.
     """
+    import torch
+
+    from autopar.operators.peer_devices import travelled
+
     if not hops:
         return mixture(experts, x, ids, weights, first, first + experts.count + 1, kernels)
     (hop, *later), peers = hops, hops[0].peers

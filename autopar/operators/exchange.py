@@ -17,7 +17,7 @@ from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
-from autopar.operators.across import CHUNK
+from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import dispatch_messages
 from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Part

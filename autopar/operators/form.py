@@ -65,6 +65,10 @@ def _one(part: Part) -> int:
     return 1
 
 
+def _none(part: Part) -> tuple[int, int]:
+    return 0, 0
+
+
 @dataclass(frozen=True)
 class Form:
     """One implementation of an operator.
@@ -84,7 +88,9 @@ class Form:
         scratch: bytes that live only while it runs, forwards and backwards.
         turns: number of turns in which it computes; in all but the last one it sends meanwhile.
         examples: on which it is proved, beside those of the operator's rule.
-        together: two factors that one axis may split at once, as in `OpRule`.
+        together: pairs of factors that one axis may split at once, as in `OpRule`.
+        alone: number of its first collectives, forwards and backwards, that no kernels run beside.
+        meshes: on which it is proved, beside those of one axis and of two.
     """
 
     name: str
@@ -101,6 +107,8 @@ class Form:
     turns: Callable[[Part], int] = _one
     examples: tuple[str, ...] = ()
     together: str = ""
+    alone: Callable[[Part], tuple[int, int]] = _none
+    meshes: tuple[str, ...] = ()
 
     def call(self, node: Node, types: Types, operands: Layouts) -> Node:
         """Returns `node` as one device runs it: a call of the method."""

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-# There is no public way to run operators on shapes and strides as the CPU's kernels would: the
-# public meta device chooses other attention kernels, which save other tensors.
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from autopar.errors import GraphError
 from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.across import Across
-from autopar.operators.assume import ASSUME, assume
+from autopar.operators.assume import assume
+from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
@@ -76,6 +73,10 @@ def annotate(graph: Graph) -> Graph:
     recorded: dict[str, Node] = {}
     results: dict[str, Any] = {}
     template = graph.template
+    # There is no public way to run operators on shapes and strides as the CPU's kernels would: the
+    # public meta device chooses other attention kernels, which save other tensors.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
         for node in graph.folded:
             local = node.map_refs(lambda name: Ref(template[name]))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.operators.across import CHUNK
+from autopar.operators.device_work import CHUNK
 from autopar_kernels.registry import operators, register
 
 _LIBRARY = register()  # keeps the operators registered

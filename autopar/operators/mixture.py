@@ -18,25 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, TypeVar
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.tensor import Layout, TensorType
-from autopar.operators.activation import activate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Arguments of the operator.
 _ARGUMENTS = (
     "gate", "up", "down", "x", "ids", "weights", "act", "gate_bias", "up_bias", "down_bias",
 )  # fmt: skip
 MIXTURE, GROUPED = "autopar.mixture", "autopar.grouped_linear"
-Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
+Biases: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 _Value = TypeVar("_Value")
-_ALIGNMENT = 16  # bytes, required by torch's own grouped product
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,8 @@ class Experts:
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Returns [rows, width]: rows up to ends[0] through the first expert, and so on."""
+        from autopar.operators.activation import activate
+
         gates = None if self.gate is None else self._product(rows, self.gate, 0, ends)
         inner = activate(self.act, gates, self._product(rows, self.up, 1, ends))
         return self._product(inner, self.down, 2, ends)
@@ -97,6 +95,8 @@ def mixture(
     Returns:
         A tensor like x, summed in the wider dtype of x and weights.
     """
+    import torch
+
     count = experts.count
     chosen, places = ids.flatten().sort(stable=True)
     ranges = torch.arange(first, first + count + 1, device=ids.device)
@@ -148,6 +148,8 @@ def _added(given: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
 
 def _inverse(places: Tensor, count: int) -> Tensor:
     """Returns [count]: the index in `places` of each number, -1 if absent."""
+    import torch
+
     inverse = places.new_full((count,), -1)
     inverse[places] = torch.arange(places.shape[0], device=places.device)
     return inverse
@@ -206,71 +208,7 @@ def with_kernels(graph: Graph) -> Graph:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows [rows, n]: those up to ends[0] by the transpose of weight[0], and so on."""
+    from autopar.operators.grouped_products import grouped_linear
+
     product: Tensor = grouped_linear(x, weight, ends)
     return product
-
-
-# Separate operators, because torch's grouped product supports neither float64 nor, for shapes
-# alone, float32; and because the number of an expert's rows cannot be traced.
-@torch.library.custom_op("autopar::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each expert's rows: x [rows, k], weight [experts, n, k], ends int32 [experts]."""
-    if _fits(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    out = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, (start, end) in enumerate(_ranges(ends)):
-        out[start:end] = x[start:end] @ weight[expert].T
-    return out
-
-
-@torch.library.custom_op("autopar::grouped_outer", mutates_args=())
-def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Returns x.T @ y over each expert's rows: [experts, columns of x, columns of y]."""
-    if _fits(x, y):
-        return F.grouped_mm(x.T, y, offs=ends)
-    out = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
-    for expert, (start, end) in enumerate(_ranges(ends)):
-        out[expert] = x[start:end].T @ y[start:end]
-    return out
-
-
-def _fits(*operands: Tensor) -> bool:
-    """Returns whether torch's grouped product accepts the operands."""
-    return all(
-        x.dtype == torch.bfloat16
-        and x.numel()
-        and all(size * x.element_size() % _ALIGNMENT == 0 for size in x.shape[1:])
-        for x in operands
-    )
-
-
-def _ranges(ends: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise([0, *ends.tolist()]))
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@grouped_outer.register_fake
-def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, given: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight, ends = ctx.saved_tensors
-    given = given.contiguous()
-    into, own, _ = ctx.needs_input_grad
-    return (
-        grouped_linear(given, weight.transpose(1, 2), ends) if into else None,
-        grouped_outer(given, x, ends) if own else None,
-        None,
-    )
-
-
-grouped_linear.register_autograd(_gradients, setup_context=_keep)

@@ -10,7 +10,6 @@ from autopar.ir.fusion.match import HALF, INFIX, SPECIAL, parsed
 from autopar.ir.fusion.patterns import patterns
 from autopar.ir.graph import PREFIX, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
-from autopar.operators.interpret import annotate
 
 _OVERLOADS = {
     "add": "add.Tensor", "sub": "sub.Tensor", "mul": "mul.Tensor", "div": "div.Tensor",
@@ -28,6 +27,8 @@ def written(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -
         operands: the nodes that it reads.
         types: local types of the operands on one device.
     """
+    from autopar.operators.interpret import annotate
+
     kernel = node.op.removeprefix(PREFIX)
     pattern = next(item for item in patterns() if item.kernel == kernel)
     spelled = _Written(_leaf_types(kernel, types))

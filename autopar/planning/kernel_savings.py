@@ -12,13 +12,13 @@ from autopar.cost.overlap import hidden, products
 from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, resolve
-from autopar.ir.collective import Resharder
 from autopar.ir.fusion import ASYNC, EXPERTS, PACK, UPDATE
 from autopar.ir.fusion.packed import COPIES, packing, reader
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import of_runs
+from autopar.ir.resharding import Resharder, Reshardings
 from autopar.ir.tensor import Layout, TensorType
 from autopar.lower.lines import Compute, Joined, Lowered
 from autopar.lower.program import lower
@@ -199,8 +199,8 @@ def _rotated(
     graph: Graph, plan: StagePlan, prices: CostModel
 ) -> Iterator[tuple[Node, Node, Resharder]]:
     """Yields rotary embeddings that can pack their exchange, each with its reader."""
-    named = plan.collectives.named
-    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened, named)
+    known = Reshardings.of(plan.mesh, prices.collective)
+    resharder = known.resharder(plan.precision, plan.collectives)
     for node in graph.folded if PACK in plan.fuse else ():
         if (read := reader(graph, node)) is not None:
             yield node, read, resharder

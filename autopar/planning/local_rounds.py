@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.model import AnalyticModel
@@ -11,7 +12,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
+from autopar.plan import Plan
 from autopar.runtime.outer.method import Method
+from autopar.runtime.outer.methods import method_of
 from autopar.stage_plan import StagePlan
 
 
@@ -22,7 +25,7 @@ class Rounds:
     Attributes:
         outer: how replicas synchronise.
         replicas: their number.
-        shard_bytes: trained parameters of a device.
+        shard_bytes: trained parameters of the device with most of them.
         state_bytes: what the outer method keeps of them on a device.
         price: of a round.
         changes: what differs from data parallelism, a sentence.
@@ -34,6 +37,12 @@ class Rounds:
     state_bytes: float
     price: RoundPrice
     changes: str
+
+    @property
+    def title(self) -> str:
+        """Returns the text of the method, with the tau that is priced."""
+        tau = "" if self.outer.tau.steps else f", which is {self.price.tau}"
+        return f"{self.outer}{tau}"
 
     def text(self) -> str:
         """Returns a paragraph on seconds, memory, and what is computed otherwise."""
@@ -50,18 +59,36 @@ class Rounds:
         )
 
 
-def rounds_of(graph: Graph, plan: StagePlan, outer: Outer, method: Method, mesh: Mesh) -> Rounds:
+def apart(plan: Plan, outer: Outer | None, mesh: Mesh) -> Plan:
+    """Returns the plan of one replica as that of a mesh of them, with what it changes."""
+    return plan if outer is None else plan.under(outer, mesh, method_of(outer).CHANGES)
+
+
+def rounds_of(
+    graphs: Sequence[Graph], plan: Plan, outer: Outer, method: Method, mesh: Mesh
+) -> Rounds:
     """Returns the rounds of a plan of one replica.
 
     Args:
-        graph: of a replica.
+        graphs: of the stages of a replica.
         plan: of a replica.
         outer, method: how replicas synchronise.
         mesh: all devices.
 
     Raises:
-        CostError: the links of the mesh cannot be priced.
+        CostError: the links of the mesh cannot be priced, or a step takes no time.
     """
+    nbytes = max(_trained_bytes(g, stage) for g, stage in zip(graphs, plan.stages, strict=True))
+    hidden = method.late or method.delay > 0
+    copies = len(method.states) + hidden
+    call = Collective("all_reduce", outer.axes, int(nbytes))
+    sync = AnalyticModel(mesh, in_step=True).collective(call)
+    price = round_price(plan.predicted.step_seconds, sync, hidden, outer.tau.steps)
+    return Rounds(outer, outer.count(mesh), nbytes, copies * nbytes, price, method.CHANGES)
+
+
+def _trained_bytes(graph: Graph, plan: StagePlan) -> float:
+    """Returns the bytes of trained parameters that a device updates."""
     nbytes = 0.0
     for node in graph.folded:
         if node.op == "param" and node.requires_grad and graph.users[node.name]:
@@ -69,9 +96,4 @@ def rounds_of(graph: Graph, plan: StagePlan, outer: Outer, method: Method, mesh:
             own = plan.precision.updated(node.type, True)
             part = plan.storage(node.name, share).updated.local_bytes(own, plan.mesh)
             nbytes += graph.multiplicity[node.name] * part
-    hidden = method.late or method.delay > 0
-    copies = len(method.states) + hidden
-    call = Collective("all_reduce", outer.axes, int(nbytes))
-    sync = AnalyticModel(mesh, in_step=True).collective(call)
-    price = round_price(plan.predicted.step_seconds, sync, hidden, outer.tau.steps)
-    return Rounds(outer, outer.count(mesh), nbytes, copies * nbytes, price, method.CHANGES)
+    return nbytes

@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.recompute import run_names
 from autopar.ir.units import format_bytes
-from autopar.planning.recomputation import faster
+from autopar.planning.recomputation import Branch, faster
 from autopar.stage_plan import StagePlan
 
 KINDS = ("optimizer", "activations")
@@ -28,7 +28,7 @@ def cheapest(
     limit: float,
     host: float,
     planned: Callable[[Offload, float], StagePlan],
-    free: Callable[[Offload], StagePlan],
+    branch: Callable[[Offload], Branch],
 ) -> StagePlan:
     """Returns the fastest plan that fits in device and host memory.
 
@@ -40,7 +40,7 @@ def cheapest(
         host: bytes of host memory for each device.
         planned: returns the fastest plan with something offloaded within a number of bytes, or
             raises InfeasibleError.
-        free: returns the fastest plan with something offloaded without a memory limit.
+        branch: returns planning with something offloaded.
 
     Raises:
         InfeasibleError: nothing fits, or host memory is too small.
@@ -54,10 +54,10 @@ def cheapest(
         best = planned(NOTHING, limit)
     except InfeasibleError as error:
         missing = error
-    if best is not None and free(NOTHING).predicted.peak_bytes <= limit:
+    if best is not None and branch(NOTHING).free().predicted.peak_bytes <= limit:
         return best
     for value in _values(graph):
-        if best is not None and not faster(free(value), best):
+        if best is not None and not branch(value).beats(best):
             continue
         try:
             plan = _within_host(planned(value, limit), host)

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import OptionError
 from autopar.inter_op.schedules import check_allowed
@@ -29,6 +27,9 @@ from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUTO = "auto"
 GLOBAL, LOCAL = "global", "local"  # of batches

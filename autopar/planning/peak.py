@@ -40,5 +40,5 @@ def simulated_peak(
         return peak
     left, trained = after_forward(step), {n.name for n in graph.leaves("param") if n.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    weights = sum(left.get(f"parameter {name}", 0.0) for name in trained)
-    return peak + repeated.others(fixed + kept, kept) + repeated.further * weights
+    further = repeated.further.in_plan(graph, plan)
+    return peak + repeated.others(fixed + kept, kept) + further

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from autopar.cost.device import device
 from autopar.intra_op.assumptions import Assumptions
@@ -100,9 +100,10 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._in_update = self._microbatches if repeated is None else repeated.in_update
         late = repeated is not None and repeated.late_loss
         self._late_loss = late and graph.loss is not None
-        self._bucket = bucket_of(graph)
+        self._bucket, self._fingerprint = bucket_of(graph), fingerprint(graph)
 
     def plan(self, limit: float) -> StagePlan:
         """Returns the fastest plan within `limit` bytes of a device.
@@ -117,7 +118,7 @@ class Planner:
 
         host = device(self.mesh).host_memory
         plan = offloading.cheapest(
-            graph, options.offload, limit, host, planned, lambda how: self._branch(how, {}).free()
+            graph, options.offload, limit, host, planned, lambda how: self._branch(how, {})
         )
         return replace(plan, limit=limit)
 
@@ -136,7 +137,7 @@ class Planner:
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
-            microbatches=self._microbatches,
+            microbatches=self._in_update,
             lies=self.lies,
             bucket=self._bucket,
             precision=options.precision,
@@ -160,10 +161,10 @@ class Planner:
             limited = replace(built.problem, memory_limit=max(limit_of(self.mesh, options), 0.0))
             self.trace("problem.json", lambda: format_problem(limited))
 
-        def planned(gap: float, allowed: float, before: Fitted | None) -> Fitted:
+        def chosen(gap: float, allowed: float, before: Fitted | None) -> Fitted:
             choice, solution = solved(built, options.solver, allowed, before, gap)
             plan = StagePlan(
-                fingerprint(self.graph),
+                self._fingerprint,
                 self.mesh,
                 layouts(built, self.graph, choice),
                 predicted=built.figures(choice),
@@ -183,19 +184,32 @@ class Planner:
                 offload=offload,
                 late_loss=self._late_loss,
             )
-            plan = packed(self.graph, plan, self.prices)
-            plan = replace(plan, fused=savings(self.graph, plan, options.table, self.prices))
-            peak = simulated_peak(self.graph, plan, options.table, self.prices, self.repeated)
-            simulated = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
-            return Fitted(simulated, plan.predicted.peak_bytes, choice)
+            return Fitted(plan, plan.predicted.peak_bytes, choice)
+
+        def planned(gap: float, allowed: float, before: Fitted | None) -> Fitted:
+            return self._simulated(chosen(gap, allowed, before))
+
+        @cache
+        def unlimited() -> Fitted:
+            return chosen(EXACT, math.inf, None)
 
         searches, exact = options.solver != "propagate", EXACT if self.repeated is None else ALIKE
         return Branch(
-            lambda: planned(EXACT, math.inf, None).plan,
+            lambda: self._simulated(unlimited()).plan,
             lambda limit, gap: fitting(
                 partial(planned, max(gap, exact)), built.problem, limit, searches
             ),
+            lambda: unlimited().plan.predicted.step_seconds,
         )
+
+    def _simulated(self, chosen: Fitted) -> Fitted:
+        """Returns a plan with what its kernels save, and with its simulated peak."""
+        graph, rules = self.graph, self.options.table
+        plan = packed(graph, chosen.plan, self.known)
+        plan = replace(plan, fused=savings(graph, plan, rules, self.known))
+        peak = simulated_peak(graph, plan, rules, self.known, self.repeated)
+        plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
+        return replace(chosen, plan=plan)
 
 
 def report(problem: Problem, solution: Solution) -> SolverReport:

@@ -39,7 +39,9 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     if isinstance(options.collectives, ChosenAlgorithms):
         model.chosen = checked(options.collectives, mesh)
     else:
-        model.chosen = choose(Network(mesh, model.device), model.collective)
+        compared = model.compared if isinstance(model, MeasuredModel) else None
+        chosen = choose(Network(mesh, model.device), model.collective, compared)
+        model.chosen = checked(chosen, mesh)
     return model
 
 

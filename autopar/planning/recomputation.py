@@ -33,12 +33,20 @@ class Branch:
         free: returns the fastest plan without a memory limit; called once.
         fitting: returns the fastest plan within a number of bytes and a relative gap to the
             optimum, or raises InfeasibleError.
+        seconds: returns the seconds of `free`, whose memory need not be simulated for it.
     """
 
     def __init__(
-        self, free: Callable[[], StagePlan], fitting: Callable[[float, float], StagePlan]
+        self,
+        free: Callable[[], StagePlan],
+        fitting: Callable[[float, float], StagePlan],
+        seconds: Callable[[], float],
     ) -> None:
-        self.free, self.fitting = cache(free), fitting
+        self.free, self.fitting, self._seconds = cache(free), fitting, seconds
+
+    def beats(self, plan: StagePlan) -> bool:
+        """Returns whether a plan without a memory limit is faster than another plan."""
+        return _less(self._seconds(), plan.predicted.step_seconds)
 
 
 def cheapest(
@@ -126,7 +134,7 @@ class _Search:
             return True
         self.tried.add(key)
         branch = self.branch(chosen)
-        if self.best is not None and not faster(branch.free(), self.best):
+        if self.best is not None and not branch.beats(self.best):
             return False
         with suppress(InfeasibleError):
             plan = branch.fitting(self.limit, GAP)
@@ -145,7 +153,10 @@ def key_of(chosen: Chosen) -> Key:
 
 def faster(one: StagePlan, other: StagePlan) -> bool:
     """Returns whether one plan is faster than another, beyond rounding."""
-    a, b = one.predicted.step_seconds, other.predicted.step_seconds
+    return _less(one.predicted.step_seconds, other.predicted.step_seconds)
+
+
+def _less(a: float, b: float) -> bool:
     return a < b * (1 - 1e-9)
 
 

@@ -40,7 +40,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         graph = _with_equal_blocks(graph, stored)
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
-    ends = _ends_like(parts, graph)
+    ends = plan.ends if _operators(first) == _operators(graph) else _ends_like(parts, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
     for before, stage, after, end in zip(parts, plan.stages, graphs, (*ends, ""), strict=True):
@@ -93,10 +93,17 @@ def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
     return graph if equal == graph.repeats else replace(graph, repeats=equal)
 
 
+def _operators(graph: Graph) -> list[tuple[str, str]]:
+    """Returns names and kinds of a graph's nodes in order."""
+    return [(node.name, node.op) for node in graph.nodes]
+
+
 def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
     """Returns the ends of stages that read the same parameters as `parts`.
 
-    A stage ends before the first operator that depends on a parameter of later stages only.
+    A graph with the same operators, as that of another batch size, is cut at the same places.
+    Otherwise a stage ends before the first operator that depends on a parameter of later stages
+    only; later stages without parameters get one operator each.
 
     Raises:
         StageError: an operator after that point needs a parameter of an earlier stage.
@@ -112,7 +119,9 @@ def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
     operators = [node for node in graph.nodes if not node.is_leaf]
     ends = []
     for number in range(len(parts) - 1):
-        place = next(n for n, node in enumerate(operators) if latest[node.name] > number)
+        last = len(operators) - (len(parts) - 1 - number)
+        later = (n for n, node in enumerate(operators) if latest[node.name] > number)
+        place = min(next(later, last), last)
         ends.append(operators[place - 1].name)
         for node in operators[place:]:
             for name in node.inputs:

@@ -37,7 +37,7 @@ SOON = 0.02  # the same, if a gap to the optimum is accepted
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan with its simulated peak, and the choice it was made from.
+    """A plan with its peak, simulated or not, and the choice it was made from.
 
     Attributes:
         plan: the plan.

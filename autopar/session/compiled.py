@@ -64,11 +64,13 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
+        evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
     """
 
     backend: str = "eager"
     cuda_graph: bool = False
     shapes: int = 1
+    evaluate: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class Compiled:
     @cached_property
     def placement(self) -> Placement:
         """The ranks and the rows of a pipeline's stages; raises the errors of `placement_of`."""
-        return placement_of(self.plan, wiring_of(graphs_of(self.captured.graph, self.plan)))
+        graphs = graphs_of(self.captured.graph, self.plan)
+        meshes = [stage.mesh for stage in self.plan.stages]
+        return placement_of(self.plan, wiring_of(graphs, meshes))
 
     @property
     def tied(self) -> dict[str, str]:
@@ -180,7 +184,7 @@ class Compiled:
         peers = Peers.here().within(outer.replicas(mesh))
         program = self._started(modules, values, training, running, peers)
         sliced = self.plan.stages[0].asked.batches == GLOBAL
-        return LocalUpdates(program, outer, mesh, peers, sliced)
+        return LocalUpdates(program, outer, mesh, peers, sliced, running.evaluate)
 
     def _started(
         self,

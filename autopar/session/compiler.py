@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError
+from autopar.errors import BatchError, ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
+from autopar.planning.local_choice import asks_for_local, choose
+from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
+from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
-from autopar.session.compiled import Compiled
+from autopar.session.compiled import Compiled, groups_of
 from autopar.session.model_facts import facts_of
 
 _ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"
@@ -68,8 +72,13 @@ class Compiler:
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
+        if self.plan is None and self.outer is None and asks_for_local(self.options.allow):
+            plan = from_first_rank(lambda: choose(call, self.mesh, self.options, trace))
+            update = plan.stages[0].update
+            options = replace(self.options, update=update, trace=None)
+            return Compiler(self.mesh, options, plan, plan.outer)(call)
         facts = facts_of(call.model)  # before the model runs, which may set attributes
-        captured, plan = self._planned(self._of_replica(call), trace)
+        captured, plan = self._planned(self._of_replica(call, self.outer), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
@@ -81,11 +90,13 @@ class Compiler:
 
         Raises:
             CaptureError, InfeasibleError, StageError: see `autopar.compile`.
-            BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
+            BatchError: the ranks captured different graphs, or the schedule exists for no number of
+                equal microbatches of the batch.
         """
-        plan = first.plan.inner
+        plan, call = first.plan.inner, self._of_replica(call, first.plan.outer)
+        if plan.is_pipeline:
+            plan = replace(plan, microbatches=_microbatches(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
-        call = self._of_replica(call)
         captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
@@ -95,16 +106,16 @@ class Compiler:
         )
         return Compiled.of(
             replace(captured, graph=graph),
-            further.under(first.plan.outer, self.mesh).on(self.mesh),
+            apart(further, first.plan.outer, self.mesh).on(self.mesh),
             self.options,
             Trace(None),
         )
 
-    def _of_replica(self, call: Call) -> Call:
+    def _of_replica(self, call: Call, outer: Outer | None) -> Call:
         """Returns a replica's part of a call with the batch of all replicas."""
-        if self.outer is None or self.options.batches != GLOBAL:
+        if outer is None or self.options.batches != GLOBAL:
             return call
-        return call.part_of(self.outer.count(self.mesh))
+        return call.part_of(outer.count(self.mesh))
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """Returns the captured model and its plan, the same on every rank."""
@@ -114,7 +125,7 @@ class Compiler:
         if plan is None and options.searches_stages:
             # Under a time limit, solvers may differ between ranks, so one rank plans for all.
             plan = from_first_rank(
-                lambda: plan_model(call, inside, options, trace).under(outer, mesh)
+                lambda: apart(plan_model(call, inside, options, trace), outer, mesh)
             )
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
@@ -124,11 +135,21 @@ class Compiler:
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
             plan = from_first_rank(
-                lambda: plan_captured(captured, inside, options, trace).under(outer, mesh)
+                lambda: apart(plan_captured(captured, inside, options, trace), outer, mesh)
             )
         else:
             plan.check(captured.graph, mesh)
         return captured, plan
+
+
+def _microbatches(plan: Plan, samples: int) -> int:
+    """Returns the largest number of microbatches, up to the plan's, for a batch of this size."""
+    for count in range(plan.microbatches, 0, -1):
+        if samples % count == 0:
+            with suppress(ScheduleError):
+                schedule_of(plan.schedule, groups_of(plan), count)
+                return count
+    return plan.microbatches
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,12 @@ class Variants:
         """
         programs = self._programs[training]
         most = self.running.shapes if training else EVALUATED
-        if training and self.first.plan.is_pipeline:
+        if training and self.first.plan.is_pipeline and not self.first.placement.flushes:
             raise BatchError(
-                "stages train on batches of one shape",
-                why="the schedule and its messages have a fixed size of microbatches",
-                todo="pad the batch, or drop the last one (drop_last=True)",
+                f"the schedule {self.first.plan.schedule!r} trains on batches of one shape",
+                why="microbatches of earlier batches are still in flight when the next one comes",
+                todo="pad the batch, drop the last one (drop_last=True), or pass a schedule that "
+                "flushes",
             )
         if len(programs) >= most:
             raise BatchError(
@@ -199,8 +200,9 @@ class Variants:
         else:
             placement = compiled.placement.on(inner.peers.ranks)
             program = inner.add(modules, placement, compiled.inputs, values)
+            step = partial(inner.step, program=program)
             forward = partial(inner.forward, program=program)
-            own = Runnable(compiled.captured, program.types, inner.step, forward)
+            own = Runnable(compiled.captured, program.types, step, forward)
         if not isinstance(executor, LocalUpdates):
             return own
         return replace(

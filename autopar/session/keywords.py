@@ -36,6 +36,7 @@ from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
 from autopar.planning.options import AUTO, GLOBAL, Options
+from autopar.runtime.outer.local_updates import ANCHOR, AVERAGE
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
@@ -85,9 +86,10 @@ class PlanKeywords(AverageKeywords, total=False):
         schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
             "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
-        allow: "stale gradients" admits schedules that update weights while microbatches are in
-            flight: "2bw", "pipedream", "pipemare", "ampnet". Training then differs from training on
-            one device.
+        allow: what may differ from training on one device. "stale gradients" admits schedules
+            that update weights while microbatches are in flight: "2bw", "pipedream", "pipemare",
+            "ampnet". "local updates" also prices replicas that train apart, by every method of
+            `outer`, and takes the fastest plan, which says what it changes. Join both by a comma.
         state: sharding of parameters, gradients and optimizer state over replicas: "ddp", "zero1",
             "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by default it is chosen for each
             parameter. See `autopar/intra_op/states.py`.
@@ -170,6 +172,8 @@ class TrainKeywords(AverageKeywords, total=False):
         shapes: number of batch shapes for which programs are compiled as they occur, with the same
             parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
+        evaluate: with `outer`, whether evaluation and `state_dict` use the outer method's "anchor"
+            or the "average" of the replicas' parameters; by default the anchor, if there is one.
     """
 
     clip_norm: float | None
@@ -178,6 +182,7 @@ class TrainKeywords(AverageKeywords, total=False):
     backend: str
     cuda_graph: bool
     shapes: int
+    evaluate: str | None
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -221,6 +226,7 @@ _CHECKS: dict[str, Check] = {
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
     "shapes": Whole(1, 2**10),
+    "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
@@ -230,7 +236,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None,
+    "batches": GLOBAL, "outer": None, "evaluate": None,
 }  # fmt: skip
 
 
@@ -316,7 +322,9 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """Returns how the program runs."""
     options = {**DEFAULTS, **given}
-    return Running(options["backend"], options["cuda_graph"], options["shapes"])
+    return Running(
+        options["backend"], options["cuda_graph"], options["shapes"], options["evaluate"] or ""
+    )
 
 
 def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:

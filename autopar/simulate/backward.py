@@ -29,12 +29,14 @@ class Operator:
         work: its kernels in each direction.
         asks: its own collectives in each direction.
         turns: in all of them but the last it sends beside its kernels.
+        alone: number of its first collectives in each direction that no kernels run beside.
     """
 
     recipe: Recipe
     work: NodeWork
     asks: tuple[tuple[Collective, ...], tuple[Collective, ...]]
     turns: int = 1
+    alone: tuple[int, int] = (0, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +170,8 @@ def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:
         needs = [ready, *(there for _, there in fetched)]
         title, turns = f"{entry.name} backward", entry.operator.turns
         if turns > 1:
-            recorder.in_turns(title, entry.name, entry.operator.asks[1], work, needs)
+            calls, alone = entry.operator.asks[1], entry.operator.alone[1]
+            recorder.in_turns(title, entry.name, calls, work, needs, alone)
         else:
             recorder.compute(title, entry.name, work, needs)
         recorder.scratch("temporary", f"of {entry.name} backward", memory.backward_scratch)

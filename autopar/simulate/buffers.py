@@ -126,14 +126,21 @@ class Recorder:
         calls: Sequence[Collective],
         what: tuple[Work, ...],
         needs: Iterable[int],
+        alone: int = 0,
     ) -> None:
         """Kernels in turns of equal length, each but the last one beside a part of the calls.
 
-        A turn begins when the one before it has computed and sent.
+        A turn begins when the one before it has computed and sent. The first `alone` calls are made
+        before the first turn.
         """
-        turns = len(calls) + 1
+        beside = calls[alone:]
+        turns = len(beside) + 1
         needs = tuple(needs)
-        for call in (*calls, None):
+        for first in calls[:alone]:
+            title = f"{first.kind} in {name}"
+            self._add(title, node, ",".join(first.axes), first, needs, "exchange")
+            needs = (len(self.drafts) - 1,)
+        for call in (*beside, None):
             after = len(self.drafts)
             if call is not None:
                 title = f"{call.kind} in {name}"

@@ -226,11 +226,12 @@ class Forward:
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
             memory = recipe(node, reads, into, out, self.plan.mesh, self.accelerator, planned.form)
-            turns = 1
+            turns, alone = 1, (0, 0)
             if planned.form:
+                form = form_named(node.op, planned.form)
                 part = Part(node, tuple(read.type for read in reads), into, self.plan.mesh)
-                turns = form_named(node.op, planned.form).turns(part)
-            self.operators[node.name] = Operator(memory, work, asks, turns)
+                turns, alone = form.turns(part), form.alone(part)
+            self.operators[node.name] = Operator(memory, work, asks, turns, alone)
         return self.operators[node.name]
 
     def _work(self, node: Node) -> NodeWork:
@@ -250,7 +251,8 @@ class Forward:
             ready = [value.ready for value in operands]
             work = operator.work.forward
             if operator.turns > 1:
-                recorder.in_turns(self._title(name), name, operator.asks[0], work, ready)
+                calls, alone = operator.asks[0], operator.alone[0]
+                recorder.in_turns(self._title(name), name, calls, work, ready, alone)
             else:
                 recorder.compute(self._title(name), name, work, ready)
             value = Value(

@@ -170,11 +170,17 @@ def _has_token_labels(spec: Spec) -> bool:
 
 
 def _checked_seq(spec: Spec, config: Any, seq: int | None) -> int:
+    """Returns the length of a sequence.
+
+    Raises:
+        BatchError: it is longer than the table of positions; rotary embeddings have none.
+    """
     positions = getattr(config, "max_position_embeddings", None)
+    rotary = bool(getattr(config, "rope_parameters", None))
     if seq is None:
         seq = spec.seq or min(positions or 2048, 2048)
-    if seq < 1 or (positions is not None and seq > positions):
-        limit = f"the model has {positions} positions" if positions else ""
+    if seq < 1 or (positions is not None and seq > positions and not rotary):
+        limit = f"the model has {positions} positions" if positions and seq > 0 else ""
         raise BatchError(
             f"a sequence of {seq} tokens", where=spec.name, why=limit, todo="pass another seq"
         )

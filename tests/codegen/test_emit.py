@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
-from autopar.ir.collective import Resharder
 from autopar.ir.graph_text import fingerprint, parse_graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.plan_entries import NodePlan
 from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime

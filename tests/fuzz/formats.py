@@ -46,7 +46,7 @@ from autopar.runtime.folder import open_settings
 from autopar.session.compiled import placement_of
 from autopar.stage_plan import StagePlan
 from autopar.zoo.construction import build
-from autopar.zoo.load import read_config
+from autopar.zoo.loading import read_config
 
 MESH = "toy[2TFLOP/s 1GiB 20GB/s]: a=2 @5GB/s 1us, b=2 @20GB/s 100ns"
 

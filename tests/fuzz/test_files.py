@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, PlanError, ProblemError
 from autopar.files.kinds import Kind
 from autopar.intra_op.contest import read_problem
 from autopar.plan import Plan
-from autopar.zoo.load import read_config
+from autopar.zoo.loading import read_config
 from tests.fuzz.formats import Format, formats
 from tests.fuzz.mutations import changed, damaged, toml
 from tests.support.ranks import forking

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -71,6 +72,12 @@ def test_every_argument_is_refused_by_name(
         assert len(str(caught.value)) < 10_000
 
 
+def _command(name: str) -> click.Command:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    return command
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, arguments, catch_exceptions=True)
 
@@ -97,7 +104,7 @@ def test_every_option_of_the_command_line_is_refused_by_name(
     command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for parameter in main.commands[command].params:
+    for parameter in _command(command).params:
         if parameter.param_type_name != "option" or getattr(parameter, "is_flag", False):
             continue
         if parameter.name in ("output", "trace", "trace_json", "solver", "model"):

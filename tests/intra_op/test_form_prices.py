@@ -73,7 +73,8 @@ def test_what_is_sent_is_the_closed_form() -> None:
         "gathered": ([pair], [pair, 2 * count * pair]),
         "ring": ([pair] * 3, [pair] * 3 + [2 * pair] * 4),
         "ring zigzag": (
-            [query + pair, *[pair] * 3, query], [query, *[pair] * 3, *[2 * pair] * 4, query + pair]
+            [query + 2 * pair, 2 * pair, query],
+            [query + pair, 2 * pair, 2 * (2 * pair), query + 2 * (2 * pair)],
         ),
         "ulysses": ([query + pair, query], [query, query + pair]),
     }  # fmt: skip

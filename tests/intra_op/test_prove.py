@@ -43,10 +43,11 @@ def test_every_rule_is_proved_on_its_examples(op: str) -> None:
 def test_every_form_is_proved_on_its_examples(op: str) -> None:
     report = prove_forms(RULES[op])
     assert report.proved, str(report)
+    further = {text for form in forms_of(op) for text in form.meshes}
     ways = [
         strategy.form
         for example in (*RULES[op].examples, *(e for form in forms_of(op) for e in form.examples))
-        for mesh in map(Mesh.parse, ("cpu: x=2", "cpu: y=2, x=2"))
+        for mesh in map(Mesh.parse, ("cpu: x=2", "cpu: y=2, x=2", *further))
         for case in [read_example(RULES[op], example)]
         for strategy, _ in form_strategies(case.node, case.types, mesh)
     ]

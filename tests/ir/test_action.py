@@ -13,6 +13,8 @@ from autopar.ir.action import (
     COPIES,
     ENDING,
     SYNC,
+    SYNC_AWAIT,
+    SYNC_BEGIN,
     TRANSFER,
     Action,
     format_row,
@@ -35,6 +37,11 @@ ACTIONS = st.one_of(
     st.builds(
         lambda stage, names: Action(SYNC, stage, over=COPIES, names=names), NUMBER, NAMES
     ),
+    st.builds(
+        lambda kind, stage, batch, axes, names: Action(kind, stage, batch, 0, 0, -1, axes, names),
+        st.sampled_from((SYNC, SYNC_BEGIN, SYNC_AWAIT)), NUMBER, BATCH,
+        st.sampled_from(("", "@gpu", "@node@gpu_2")), NAMES,
+    ),
 )  # fmt: skip
 
 
@@ -56,6 +63,9 @@ def test_rows_read_back_what_they_print(row: list[Action]) -> None:
         ("SYNC_BEGIN2.5", ("SYNC_BEGIN", 2, 5)),
         ("SYNC0/copies", ("SYNC", 0, ALL, 0, 0, -1, "copies")),
         ("SYNC0/copies(a.w,b)", ("SYNC", 0, ALL, 0, 0, -1, "copies", ("a.w", "b"))),
+        ("SYNC0.7/@gpu", ("SYNC", 0, 7, 0, 0, -1, "@gpu")),
+        ("SYNC_BEGIN0.7/@node@rack(a.w)", ("SYNC_BEGIN", 0, 7, 0, 0, -1, "@node@rack", ("a.w",))),
+        ("SYNC_AWAIT0.-1/(a.w)", ("SYNC_AWAIT", 0, -1, 0, 0, -1, "", ("a.w",))),
     ],
 )
 def test_text_is_kind_stage_and_microbatch(text: str, fields: tuple[object, ...]) -> None:
@@ -67,7 +77,9 @@ def test_text_is_kind_stage_and_microbatch(text: str, fields: tuple[object, ...]
     "text",
     [
         "", "2F5", "F2", "F2.", "F.5", "G2.5", "F2.5''x", "REDUCE2", "SEND_F2.5@1", "UPDATE2@1",
-        "F2.5>3", "SEND_F2.5<3", "RECV_F2.5>1", "SYNC2/axis", "UPDATE2/copies", "SYNC2/copies()",
+        "F2.5>3", "SEND_F2.5<3", "RECV_F2.5>1", "SYNC2/axis", "SYNC2/@", "SYNC2/",
+        "UPDATE2/@gpu", "F2.5/@gpu", "SYNC_BEGIN2/copies",
+        "UPDATE2/copies", "SYNC2/copies()",
     ],
 )  # fmt: skip
 def test_other_text_is_refused_by_name(text: str) -> None:

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.ir.collective import Collective, Resharder, Step
+from autopar.ir.collective import Collective, Step
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout, TensorType
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")

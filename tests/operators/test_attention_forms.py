@@ -166,7 +166,7 @@ def test_parts_compute_what_the_whole_does(count: int) -> None:
 
 
 def check_calls(form: str, calls: Counter[str], n: int, label: str) -> None:
-    """At most the calls of torch's context parallelism; zigzag two more for its own order.
+    """At most the calls of torch's context parallelism; two devices need a second one in zigzag.
 
     torch rotates keys by n - 1 calls of all_to_all forwards and 3 n - 2 in all, or gathers them by
     one all_gather in each direction and n calls of all_to_all.
@@ -177,8 +177,8 @@ def check_calls(form: str, calls: Counter[str], n: int, label: str) -> None:
         assert forward == n - 1, label
         assert every <= 3 * n - 2, label
     elif form == "zigzag":
-        assert forward == n - 1 + 2, label
-        assert every <= 3 * n - 2 + 4, label
+        assert forward == max(n - 1, 2), label
+        assert every <= 3 * n - 2, label
     elif form == "gathered":
         assert calls == Counter(
             {"forward all_gather": 1, "backward all_gather": 1, "backward reduce_scatter": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -11,10 +12,13 @@ import pytest
 from torch.distributed import FileStore
 
 import autopar
+from autopar.inter_op.judges.deadlock_judge import check
+from autopar.ir.action import SYNC_AWAIT, SYNC_BEGIN, Action
+from autopar.ir.pipeline_step import Step, Wiring, unrolled
 from autopar.runtime.pipeline.sums import Sums
-from tests.programs.test_asynchronous import check
+from tests.programs.test_asynchronous import check as check_method
 from tests.support.ranks import run_ranks
-from tests.support.stale_weights import METHODS, Method, program_of
+from tests.support.stale_weights import METHODS, Method, program_of, simulated
 
 PINS = autopar.pins.data_parallel("gpu")
 
@@ -88,6 +92,46 @@ def test_a_profile_shows_how_long_a_rank_waits(tmp_path: Path) -> None:
         assert named.endswith(f"waits {seconds:.6f} s for others")
 
 
+def by_names(axes: dict[str, int], names: tuple[str, ...]) -> float:
+    """Largest error of the weights where named gradients are summed apart from the others, at once
+    or late, over the axes of a mesh."""
+    method = METHODS["bounded"]
+    schedule = f"{method.schedule} outer=1"
+    mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    pins = autopar.pins.data_parallel(*axes)
+    program, batches = program_of(
+        replace(method, schedule=schedule), 1, "adamw", mesh=f"cpu: {mesh}", pins=pins
+    )
+    continuous, row = program._executor.continuous, list[Action]()
+    for action in continuous._row:
+        row.append(action)
+        if names and action.kind in (SYNC_BEGIN, SYNC_AWAIT):
+            others = tuple(f"layers.0.{name}" for name in ("weight", "bias") if name not in names)
+            row[-1:] = [
+                action._replace(names=tuple(f"layers.0.{name}" for name in names)),
+                action._replace(names=others),
+            ]
+    continuous._row = tuple(row)
+    check(Step(unrolled([row], 4, 5), ((0,),), 20, Wiring((), ((),), (tuple(axes),))))
+    for batch in batches:
+        program.step(**batch)
+    state = program.state_dict()
+    program.close()
+    _, weights = simulated(method, 1, "adamw")
+    return max(float((state[name] - value).abs().max()) for name, value in weights.items())
+
+
+def test_named_gradients_are_summed_apart() -> None:
+    assert max(run_ranks(by_names, {"gpu": 2}, ("bias",), count=2)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [(), ("weight",)])
+def test_replicas_of_a_host_do_not_get_apart(names: tuple[str, ...]) -> None:
+    """Sums inside a host are made at once, those between hosts are late."""
+    assert max(run_ranks(by_names, {"node": 2, "gpu": 2}, names, count=4)) < 1e-12
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_replicas_of_one_stage_train_as_stale_weights_do(clip: float | None) -> None:
-    check(["bounded"], 1, 2, pins=PINS, clip_norm=clip)
+    check_method(["bounded"], 1, 2, pins=PINS, clip_norm=clip)

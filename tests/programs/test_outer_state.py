@@ -12,8 +12,9 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import autopar
-from autopar.errors import NonFiniteError, ProgramError
+from autopar.errors import NonFiniteError, OptionError, ProgramError
 from tests.programs.test_outer import METHODS, OPTIMIZERS, batch, loss, model
+from tests.support.outer_simulation import simulated
 from tests.support.ranks import run_ranks
 
 CASES = [
@@ -153,3 +154,38 @@ def test_all_ranks_choose_one_tau() -> None:
     assert local > 1  # a sum that devices wait for is to take a twentieth
     assert rounds > fewer
     assert co2 < local
+
+
+def evaluated(kinds: list[str | None]) -> list[Any]:
+    found = []
+    for kind in kinds:
+        session = session_of(METHODS[3].format(3), "cpu: node=2, gpu=1", evaluate=kind)
+        for step in range(8):
+            session.step(**batch(step))
+        own = session._executor.program.state_dict()
+        evaluation = session.eval_step(**batch(9)).loss
+        found.append((own, session.state_dict(), evaluation, session.state_dict()))
+        session.close()
+    with pytest.raises(OptionError, match="no anchor"):
+        session_of("local over node, tau=2", "cpu: node=2, gpu=1", evaluate="anchor")
+    return found
+
+
+def test_the_anchor_or_the_average_is_evaluated() -> None:
+    """The average is that of both ranks' parameters; the anchor is what a simulation has."""
+    batches = [batch(step) for step in range(8)]
+    outer = METHODS[3].format(3)
+    anchor = simulated(model(), loss, OPTIMIZERS["adamw"], batches, 2, outer).agreed
+    first, second = run_ranks(evaluated, ["average", "anchor", None], count=2)
+    average = {name: (value + second[0][0][name]) / 2 for name, value in first[0][0].items()}
+    for found in (first, second):
+        for (_, state, evaluation, after), wanted in zip(
+            found, (average, anchor, anchor), strict=True
+        ):
+            whole = model()
+            whole.load_state_dict(wanted)
+            expected = loss(whole(batch(9)["input"]), batch(9)["labels"])
+            torch.testing.assert_close(evaluation, expected, rtol=1e-12, atol=1e-12)
+            for name, value in wanted.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+                assert torch.equal(state[name], after[name])

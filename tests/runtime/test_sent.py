@@ -16,10 +16,11 @@ from autopar.cost.model import AnalyticModel
 from autopar.explain.moves import moves
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
-from autopar.ir.collective import Collective, Resharder
+from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.operators.across import Across, Axes

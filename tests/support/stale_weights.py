@@ -213,7 +213,7 @@ def mesh(ranks: int) -> str:
     return f"cpu[1GFLOP/s 64GiB 1GB/s]: gpu={ranks} @10GB/s 1us"
 
 
-def program_of(method: Method, stages: int, optimizer: str, ranks: int, **how: Any) -> Any:
+def program_of(method: Method, stages: int, optimizer: str, ranks: int = 1, **how: Any) -> Any:
     """The compiled model, and its batches."""
     model, batches = made(stages)
     planned = {name: how.pop(name) for name in ("pins", "state") if name in how}
@@ -225,7 +225,7 @@ def program_of(method: Method, stages: int, optimizer: str, ranks: int, **how: A
     call, trace = Call(model, (), batches[0]), Trace(None)
     graph = capture_call(call, options, trace, method.microbatches).graph
     ends = ["tanh", *(f"tanh_{number}" for number in range(1, stages - 1))][: stages - 1]
-    whole = Mesh.parse(mesh(ranks))
+    whole = Mesh.parse(how.pop("mesh", mesh(ranks)))
     plan = plan_stages(
         graph, ends, equal_parts(whole, stages), whole, method.microbatches, method.schedule,
         options, trace,

@@ -23,12 +23,12 @@ from autopar.cost.network import near
 from autopar.explain.moves import moves
 from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
-from autopar.ir.collective import Resharder
 from autopar.ir.fusion import ASYNC, Fuse, choose
 from autopar.ir.fusion.async_tensor_parallel import runs_beside
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute, run_names
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel, megatron_sp
 from autopar.plan import Plan

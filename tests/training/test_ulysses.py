@@ -11,11 +11,11 @@ import torch
 
 import autopar
 from autopar.capture.capture import Captured
-from autopar.ir.collective import Resharder
 from autopar.ir.fusion import PACK, Fuse, choose
 from autopar.ir.fusion.packed import packing
 from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +15,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.status import Status
 
-from autopar.errors import AutoparError, ProgramError
+from autopar.errors import ProgramError
 from autopar.files.kinds import Kind
 from autopar.lower.literals import printable
 from autopar.planning.trace import Trace
@@ -43,27 +40,6 @@ class Seconds(click.FloatRange):
 
 SECONDS = Seconds()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-
-
-class Group(click.Group):
-    """A group of commands that prints autopar's errors in red and exits with status 2."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; exits with status 2 after an AutoparError or a failed print."""
-        try:
-            result = super().invoke(ctx)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-            return result
-        except AutoparError as error:
-            click.secho(str(error), fg="red", err=True)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits quietly
-                raise
-            why = error.strerror or str(error)
-            click.secho(str(ProgramError("cannot print", why=why)), fg="red", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # do not retry buffered output at exit
-        ctx.exit(2)
 
 
 class Console(rich.console.Console):

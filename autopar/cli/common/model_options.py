@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from autopar.capture.capture import Captured
+from autopar.cli.common import kept_graphs
 from autopar.errors import GraphError, ModelFileError
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
 from autopar.passes.deepen import LEAST, deepen
 from autopar.plan_entries import ModelSpec
-from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
-from autopar.planning.pipelines.automatic import AnySize
 from autopar.planning.trace import Trace
-from autopar.zoo import load, names
-from autopar.zoo.load import depth, opened
+from autopar.zoo import names
+
+if TYPE_CHECKING:
+    from autopar.capture.capture import Captured
+    from autopar.planning.pipelines.automatic import AnySize
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MODEL = click.option(
@@ -53,13 +55,12 @@ def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
     """Captures the prepared graph of a model and a batch.
 
     Weights of models of the zoo and of hf: are never allocated. Of a deep one only a few blocks are
-    traced; the others are copies of them.
+    traced, or read from the cache; the others are copies of them.
     """
-    layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
+    layers = _depth(wanted)
     if layers is not None and layers > 2 * LEAST:
         few, more = (
-            capture_whole(replace(wanted, layers=count), options, tracer).graph
-            for count in (LEAST - 1, LEAST)
+            _graph(replace(wanted, layers=count), options, tracer) for count in (LEAST - 1, LEAST)
         )
         try:
             graph = deepen(few, more, layers - LEAST)
@@ -68,13 +69,41 @@ def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
         else:
             tracer("deepen.txt", lambda: format_graph(graph))
             return graph
-    return capture_whole(wanted, options, tracer).graph
+    return _graph(wanted, options, tracer)
+
+
+def _depth(wanted: ModelSpec) -> int | None:
+    """Returns the number of blocks of a model that is data, None if unknown."""
+    if not is_data(wanted.source):
+        return None
+
+    def count() -> int | None:
+        from autopar.zoo.loading import depth
+
+        return depth(wanted.source, wanted.layers)
+
+    return kept_graphs.depth_of(replace(wanted, batch=None, seq=None), count)
 
 
 def capture_whole(wanted: ModelSpec, options: Options, tracer: Trace) -> Captured:
     """Captures a model, tracing every block."""
-    module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
+    from autopar.planning.capturing import capture_graph
+    from autopar.zoo.loading import load
+
+    sizes = {"batch": wanted.batch, "seq": wanted.seq, "layers": wanted.layers}
+    module, inputs = load(wanted.source, **sizes)
     return capture_graph(module, (), inputs, options, tracer)
+
+
+def _graph(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
+    """Returns a model's graph with every block traced, now or earlier."""
+
+    def trace() -> Graph:
+        return capture_whole(wanted, options, tracer).graph
+
+    kept = is_data(wanted.source) and options.table == table()  # the user's rules are code
+    # A trace asks for the graph after every pass.
+    return kept_graphs.remembered(wanted, options, trace) if kept and not tracer.folder else trace()
 
 
 def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
@@ -87,6 +116,8 @@ def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
     """
     rules: list[OpRule] = []
     for file in files:
+        from autopar.zoo.loading import opened  # with torch
+
         with opened(file) as module:
             given = getattr(module, "RULES", ())
         if not isinstance(given, (tuple, list)) or not all(isinstance(r, OpRule) for r in given):
@@ -101,13 +132,14 @@ def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
 
 def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
     """Returns the model for batches of any size, as the search for stages needs it."""
+    from autopar.planning.pipelines.automatic import AnySize
 
     def graph(samples: int, layers: int | None) -> Graph:
         count = wanted.layers if layers is None else layers
         return capture_model(replace(wanted, batch=samples, layers=count), options, Trace(None))
 
     data = is_data(wanted.source)
-    return AnySize(graph, depth(wanted.source, wanted.layers) if data else None, data)
+    return AnySize(graph, _depth(wanted), data)
 
 
 def is_data(source: str) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from autopar.capture.capture import Captured
 from autopar.cli.common.console import Stages
 from autopar.cli.common.model_options import capture_model, is_data
 from autopar.cli.common.price_model import prices
@@ -23,7 +23,6 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.shares import remove_shares
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
-from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import held_beside, in_flight, schedule_of
@@ -31,7 +30,9 @@ from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
-from autopar.zoo import load
+
+if TYPE_CHECKING:
+    from autopar.capture.capture import Captured
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ class PlanFile:
 
     def captured(self, progress: Callable[[str], None]) -> Captured:
         """Captures the plan's model, tracing every block; raises the errors of `open`."""
+        from autopar.planning.capturing import Call, capture_call
+        from autopar.zoo import load
+
         spec = self.spec
         module, inputs = load(spec.source, batch=spec.batch, seq=spec.seq, layers=spec.layers)
         count = self.plan.microbatches if self.plan.is_pipeline else None

@@ -1,12 +1,21 @@
-"""Chooses the cheapest algorithm of a collective by its kind, axes and size."""
+"""Chooses the cheapest algorithm of a collective by its kind, axes and size.
+
+Without a calibration, all algorithms are played and compared with the library's figures. A
+calibration that compared them on these devices (`runtime/communication/compare.py`) decides alone:
+what was not measured there is left to the library, because a played price and a measured one do not
+compare.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
-from autopar.cost.collectives import algorithms
+from autopar.cost.collectives import algorithms, written
 from autopar.cost.network import Network
+from autopar.cost.programs.collective_program import Round
 from autopar.cost.programs.play import flow_of
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms, ChosenRow
 from autopar.ir.collective import Collective
@@ -20,14 +29,17 @@ SIZES = tuple(1 << power for power in range(10, 33))
 GAIN = 1.02  # an algorithm must be faster than the library by this factor
 
 Price = Callable[[Collective], float]
+Compared = Callable[[str, tuple[str, ...]], tuple[str, ...]]
 
 
-def choose(network: Network, price: Price) -> ChosenAlgorithms:
+def choose(network: Network, price: Price, compared: Compared | None = None) -> ChosenAlgorithms:
     """Returns the cheapest algorithm of every collective over every set of axes, by size.
 
     Args:
         network: the levels under the axes of a mesh.
         price: seconds of a call, of one that names its algorithm and of one that does not.
+        compared: returns the algorithms that were measured for a collective over axes, as their
+            texts; None if prices are played.
     """
     mesh = network.mesh
     names = [axis.name for axis in mesh.axes if axis.size > 1]
@@ -36,10 +48,14 @@ def choose(network: Network, price: Price) -> ChosenAlgorithms:
         shape = tuple(level.size for level in network.levels(axes))
         sizes = tuple(mesh.axis_size(name) for name in axes)
         for kind in KINDS:
-            ways = list(_ways(kind, shape, () if shape == sizes else shape))
+            if compared is not None:
+                choice = partial(_fastest, compared(kind, axes), price)
+            else:
+                ways = list(_ways(kind, shape, () if shape == sizes else shape))
+                choice = partial(_best, ways, price)
             before = LIBRARY
-            for nbytes in SIZES if ways else ():
-                best = _best(Collective(kind, axes, nbytes), ways, price)
+            for nbytes in SIZES:
+                best = choice(Collective(kind, axes, nbytes))
                 if best != before:
                     rows.append(ChosenRow(kind, axes, nbytes, best))
                 before = best
@@ -59,7 +75,32 @@ def _ways(
             yield Algorithm(name, 1, named), messages
 
 
-def _best(call: Collective, ways: list[tuple[Algorithm, int]], price: Price) -> str:
+def candidates(kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns the algorithms to measure for ranks on these levels, as text.
+
+    All are there without pieces and in the numbers of `PIECES`, once if two have equal rounds.
+    """
+    programs: dict[tuple[int, tuple[Round, ...]], str] = {}
+    for name in algorithms(kind):
+        for pieces in (1, *PIECES):
+            by = Algorithm(name, pieces)
+            if pieces * len(flow_of(kind, name, shape).waits) <= MOST_MESSAGES:
+                program = written(kind, name, shape, pieces)
+                programs.setdefault((program.chunks, program.rounds), str(by))
+    return tuple(programs.values())
+
+
+def _fastest(names: Sequence[str], price: Price, call: Collective) -> str:
+    """Returns the fastest of measured algorithms, or the library."""
+    best, least = LIBRARY, price(call) / GAIN
+    for name in names:
+        seconds = price(replace(call, algorithm=name))
+        if seconds < least:
+            best, least = name, seconds
+    return best
+
+
+def _best(ways: list[tuple[Algorithm, int]], price: Price, call: Collective) -> str:
     best, least = LIBRARY, price(call) / GAIN
     near: list[tuple[Algorithm, int]] = []
     for way, messages in ways:

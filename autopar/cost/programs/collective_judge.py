@@ -30,7 +30,8 @@ def judge_scripts(kind: str, chunks: int, scripts: Sequence[Script], where: str 
 
     Raises:
         CollectiveError: a rank sends or adds to what it does not have, adds something twice, or
-            expects other chunks than are sent; ranks wait for one another; or the result is wrong.
+            expects other chunks than are sent; a result depends on which message of a round is
+            faster; ranks wait for one another; or the result is wrong.
     """
     _Trial(kind, chunks, scripts, where).run()
 
@@ -74,6 +75,9 @@ class _Trial:
         self.open = [0] * ranks
 
     def run(self) -> None:
+        for rank, script in enumerate(self.scripts):
+            for number, posts in enumerate(script):
+                self._check(rank, number, posts)
         ready = list(range(len(self.scripts)))
         while ready:
             ready += self._advance(ready.pop())
@@ -91,6 +95,23 @@ class _Trial:
                         f"rank {rank} ends with the wrong chunk {chunk}",
                         f"it has the parts of {_names(got)} and not those of {_names(bits)}",
                     )
+
+    def _check(self, rank: int, number: int, posts: Sequence[Post]) -> None:
+        """Refuses a round whose messages cannot all be in transit at once."""
+        where = f"that is in its round {number}"
+        uses: dict[int, set[str]] = {}
+        for post in posts:
+            if post.does not in ("send", "add", "keep"):
+                raise self._wrong(f"rank {rank} is to {post.does} chunks", where)
+            if post.peer == rank or not 0 <= post.peer < len(self.scripts):
+                raise self._wrong(f"rank {rank} has a message with rank {post.peer}", where)
+            for chunk in post.chunks:
+                before = uses.setdefault(chunk, set())
+                # Several sends of a chunk, and several sums into it, do not disturb one another.
+                if before - {post.does} or (post.does == "keep" and before):
+                    both = " and ".join(sorted({*before, post.does}))
+                    raise self._wrong(f"rank {rank} has to {both} chunk {chunk} at once", where)
+                before.add(post.does)
 
     def _advance(self, rank: int) -> list[int]:
         """Begins the next round of a rank; returns the ranks whose rounds end by that."""

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from autopar.errors import DeadlockError, ScheduleError
+from autopar.inter_op.judges.owed_sums import Owed
 from autopar.ir.action import (
     ALL,
     COMPUTE,
     COPIES,
     SYNC,
-    SYNC_AWAIT,
-    SYNC_BEGIN,
     TRANSFER,
     UPDATE,
     Action,
@@ -95,14 +94,8 @@ class _Play:
     def _check_posts(self, rank: int, row: Row) -> None:
         """Checks that each transfer belongs to the rank and that inputs are posted before use."""
         seen: set[Action] = set()
-        fresh: set[tuple[int, int, int]] = set()  # gradients not yet synchronised
+        owed = Owed(row, self.step.wiring)
         for action in row:
-            own = {
-                (stage, copy, batch)
-                for stage, copy, batch in fresh
-                if (stage, copy) == (action.stage, action.copy)
-                and (action.microbatch == ALL or batch <= action.microbatch)
-            }
             if action in seen:
                 raise _wrong(action, rank, "it is there twice")
             if action.kind in TRANSFER:
@@ -110,21 +103,12 @@ class _Play:
             elif action.kind in COMPUTE:
                 if not any(need <= seen for need in self._needs(action, rank)):
                     raise _wrong(action, rank, "what it needs is neither computed nor received")
-                if action.kind in "BW":
-                    fresh.add((action.stage, action.copy, action.microbatch))
+                owed.computed(action)
                 action = _aged(action)
             elif _is_sum(action):
                 self._check_sum(action, rank)
-            elif action.kind == UPDATE:
-                awaited = action._replace(kind=SYNC_AWAIT) in seen
-                if own and not awaited:
-                    why = f"gradients of stage {action.stage} are not synchronised"
-                    raise _wrong(action, rank, why)
-            elif action.kind == SYNC_AWAIT:
-                if action._replace(kind=SYNC_BEGIN) not in seen:
-                    raise _wrong(action, rank, "the sum that it waits for has not begun")
-            else:
-                fresh -= own
+            elif why := owed.ended(action):
+                raise _wrong(action, rank, why)
             seen.add(action)
 
     def _check_transfer(self, action: Action, rank: int, seen: set[Action]) -> None:

@@ -21,6 +21,7 @@ from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule
 
 _OPTIONAL = ("CANDIDATES", "ALLOW")
+LOCAL_UPDATES = "local updates"  # a permission for plans, not for schedules
 
 
 class Build(Protocol):
@@ -101,14 +102,14 @@ def allowed(text: str) -> frozenset[str]:
     """Parses a text of permissions such as "stale gradients".
 
     Raises:
-        ScheduleError: no schedule uses one of the permissions.
+        ScheduleError: nothing asks for one of the permissions.
     """
     asked = frozenset(part for part in (part.strip() for part in text.split(",")) if part)
-    known = {recipe.allow for recipe in schedules().values() if recipe.allow}
+    known = {recipe.allow for recipe in schedules().values() if recipe.allow} | {LOCAL_UPDATES}
     for one in sorted(asked - known):
         raise ScheduleError(
             f"there is nothing {one!r} to allow",
-            why="schedules ask for " + (", ".join(map(repr, sorted(known))) or "nothing"),
+            why="plans ask for " + ", ".join(map(repr, sorted(known))),
             todo="allow one of these, or leave it out",
         )
     return asked

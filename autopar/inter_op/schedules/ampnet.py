@@ -13,6 +13,7 @@ from autopar.inter_op.schedules._streaming import STALE, bubble, periods, row, s
 NAME = "ampnet"
 NEEDS = "microbatches a multiple of `every`, which an update takes; one version of the weights"
 ALLOW = STALE
+CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int, every: int = 1) -> Schedule:

@@ -10,15 +10,14 @@ In the paper a worker sees its own updates immediately and those of others when 
 all replicas apply the same update at the same step, so that they stay equal and runs are
 reproducible. The sums overlap with s steps. There is no other synchronisation: each replica keeps
 its part of the loss, which is summed with the report of the step and read s steps later. A replica
-can therefore be up to s steps ahead.
+can therefore be up to s steps ahead. The bubble is that of 1F1B: the first stage begins a step once
+it has run all backwards of the one before.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, line
+from autopar.inter_op.schedule import Row, Rows, Schedule, check_sizes, line
 from autopar.inter_op.schedules import one_f_one_b
 from autopar.inter_op.schedules._streaming import STALE
 from autopar.ir.action import SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action
@@ -26,10 +25,17 @@ from autopar.ir.action import SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action
 NAME = "bounded_staleness"
 NEEDS = "any sizes; sums of gradients of `ahead` steps under way"
 ALLOW = STALE
+CANDIDATES = ("",)
 
 
-def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
+def schedule(ranks: int, microbatches: int, ahead: int = 1, outer: int = 0) -> Schedule:
     """Returns one step: 1F1B, with an update from the gradients of `ahead` steps earlier.
+
+    Args:
+        ranks, microbatches: sizes.
+        ahead: steps that a replica may be ahead.
+        outer: number of outermost axes of a stage's mesh along which replicas may be ahead, such as
+            1 for hosts; over the others they sum at the end of every step. 0 for all axes.
 
     Raises:
         ScheduleError: there is no rank or no microbatch, or `ahead` is less than 1.
@@ -44,9 +50,9 @@ def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
     exact = one_f_one_b.schedule(ranks, microbatches)
     rows = Rows(lambda: [_row(n, row, microbatches, ahead) for n, row in enumerate(exact.rows)])
     return Schedule(
-        NAME, ranks, microbatches, rows, line(ranks), exact.in_flight,
-        partial(bubble, ranks, microbatches), flushes=False, warm_up=ahead,
-        versions=(1,) * ranks, staleness=(ahead,) * ranks, pending=ahead,
+        NAME, ranks, microbatches, rows, line(ranks), exact.in_flight, exact.bubble,
+        flushes=False, warm_up=ahead,
+        versions=(1,) * ranks, staleness=(ahead,) * ranks, pending=ahead, outer=outer,
     )  # fmt: skip
 
 
@@ -55,8 +61,3 @@ def _row(stage: int, computed: Row, microbatches: int, ahead: int) -> Row:
     before = last - ahead * microbatches
     sums = Action(SYNC_BEGIN, stage, last), Action(SYNC_AWAIT, stage, before)
     return (*computed, *sums, Action(UPDATE, stage, before))
-
-
-def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
-    """Returns 0 for one stage; none is published for several stages."""
-    return 0.0 if ranks == 1 else None

@@ -22,6 +22,7 @@ from autopar.inter_op.schedules._streaming import STALE, bubble, periods, row
 NAME = "pipedream"
 NEEDS = "any sizes; an update for every microbatch, p - s versions of the weights of stage s"
 ALLOW = STALE
+CANDIDATES = ("", "vertical=1")
 
 
 def schedule(ranks: int, microbatches: int, vertical: int = 0) -> Schedule:

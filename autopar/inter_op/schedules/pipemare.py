@@ -24,6 +24,7 @@ from autopar.ir.pipeline_step import Adjustment
 NAME = "pipemare"
 NEEDS = "any sizes; one version of the weights, and the velocity of their change"
 ALLOW = STALE
+CANDIDATES = ("",)
 
 
 def schedule(

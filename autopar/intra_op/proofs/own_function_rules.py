@@ -40,8 +40,6 @@ _MOST = 1 << 20  # elements of an operand in a proof
 
 Trace = Callable[[Node, tuple[TensorType, ...], tuple[bool, ...], Container[str]], Joint | None]
 
-RULE = OpRule(SPLIT, lambda node, types: str(node.args[1]))
-
 
 def split_functions(graph: Graph, rules: Mapping[str, OpRule], joint: Trace) -> Graph:
     """Returns `graph` with a rule beside each Function that can be split and has none in `rules`.

@@ -90,7 +90,8 @@ def prove_forms(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
     texts = (text for form in forms_of(rule.op) for text in form.examples)
     with own_randomness("cpu"):
         cases = [read_example(rule, text) for text in dict.fromkeys((*rule.examples, *texts))]
-        return _report(rule, cases, mesh_sizes, _formed)
+        more = (text for form in forms_of(rule.op) for text in form.meshes)
+        return _report(rule, cases, mesh_sizes, _formed, tuple(dict.fromkeys(more)))
 
 
 def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
@@ -149,8 +150,10 @@ def prove_node(
 
 
 def _formed(case: Case, mesh: Mesh) -> Sequence[Strategy]:
-    """Returns the strategies of the operator's forms."""
-    return [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
+    """Returns the strategies of the operator's forms; on three axes, of those that need three."""
+    forms = {form.name for form in forms_of(case.node.op) if str(mesh) in form.meshes}
+    every = [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
+    return [strategy for strategy in every if len(mesh.axes) < 3 or strategy.form in forms]
 
 
 def _plain(case: Case, mesh: Mesh) -> Sequence[Strategy]:
@@ -163,8 +166,10 @@ def _report(
     cases: Sequence[Case],
     mesh_sizes: tuple[int, ...],
     ways: Callable[[Case, Mesh], Sequence[Strategy]] = _plain,
+    further: tuple[str, ...] = (),
 ) -> Report:
-    meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
+    meshes = [Mesh.parse(text) for text in further]
+    meshes += [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
     meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
     runs = [
         (case, strategy, mesh) for case in cases for mesh in meshes for strategy in ways(case, mesh)

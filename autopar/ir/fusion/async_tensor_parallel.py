@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.collective import Resharder, Step
+from autopar.ir.collective import Step
 from autopar.ir.graph import Graph, Node
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
 
 ASYNC = "async_tensor_parallel"  # its name in `fuse`
@@ -154,6 +155,7 @@ class Overlaps:
         near: axes whose devices can read one another's memory; none if it is switched off.
         operands: node -> the layouts in which it reads.
         result: node -> the layout of its result.
+        formed: node -> whether it runs in a form; torch's operators compute plain linears only.
     """
 
     def __init__(
@@ -163,14 +165,15 @@ class Overlaps:
         near: Collection[str],
         operands: Callable[[str], Sequence[Layout]],
         result: Callable[[str], Layout],
+        formed: Callable[[str], bool],
     ) -> None:
         self.beside, self.resharder, self.near = beside, resharder, frozenset(near)
-        self.operands, self.result = operands, result
+        self.operands, self.result, self.formed = operands, result, formed
 
     def gather(self, reader: Node, held: Layout) -> Overlapped | None:
         """Returns the all_gather of a value in layout `held` before `reader`, a linear or share."""
         linears = self.beside.readers(reader)
-        if not linears:
+        if not linears or any(self.formed(linear.name) for linear in linears):
             return None
         graph, whole = self.beside.graph, self.operands(reader.name)[0]
         value = graph[reader.inputs[0]]
@@ -197,7 +200,7 @@ class Overlaps:
         have.
         """
         reader = self.beside.reader(linear)
-        if reader is None:
+        if reader is None or self.formed(linear.name):
             return None
         wanted = self.operands(reader.name)[reader.inputs.index(linear.name)]
         step = self._step("reduce_scatter", linear, self.result(linear.name), wanted)

@@ -8,8 +8,9 @@ attention reads the blocks that arrive.
 
 from __future__ import annotations
 
-from autopar.ir.collective import Resharder, Step
+from autopar.ir.collective import Step
 from autopar.ir.graph import PREFIX, Graph, Node
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
 
 PACK = "rotary_pack"  # its name in `fuse`

@@ -21,7 +21,7 @@ from autopar.operators.attention.partial_attention import (
     partial_attention,
     partial_gradients,
 )
-from autopar.operators.attention.sequences import Order, contiguous, length
+from autopar.operators.attention.sequences import Order, Run, contiguous, length
 from autopar.operators.peer_devices import Peers, widened
 
 
@@ -108,18 +108,9 @@ class _RingAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        shape = _result_shape(query, key, value, how)
-        wide = widened(query).dtype
-        out = query.new_zeros(shape, dtype=wide)
-        lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
+        out, lse = unattended(query, key, value, how)
         for turn, keys, values in _blocks(key, value, ring):
-            for rows, columns, ahead, start in ring.meetings(turn, how.causal):
-                part = _narrow(query, rows), _narrow(keys, columns), _narrow(values, columns)
-                cut = _cut(mask, rows, (start, columns[1]))
-                more = partial_attention(*part, cut, _masked(how, ahead), ahead or 0)
-                mine = _narrow(out, rows), _narrow(lse, rows)
-                for held, new in zip(mine, merge(*mine, *more), strict=True):
-                    held.copy_(new)
+            Turn(query, keys, values, mask, how, ring, turn).attend(out, lse)
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
         ctx.how, ctx.ring = how, ring
@@ -137,21 +128,10 @@ class _RingAttention(torch.autograd.Function):
         into_mask = torch.zeros_like(mask, dtype=given.dtype) if additive else None
         arriving: Callable[[], Tensor] | None = None
         for turn, keys, values in _blocks(key, value, ring):
-            into_keys = torch.zeros_like(keys, dtype=given.dtype)
-            into_values = torch.zeros_like(values, dtype=given.dtype)
-            for rows, columns, ahead, start in ring.meetings(turn, how.causal):
-                part = _narrow(query, rows), _narrow(keys, columns), _narrow(values, columns)
-                cut = _cut(mask, rows, (start, columns[1]))
-                after = tuple(_narrow(x, rows) for x in (lse, given, delta))
-                found = partial_gradients(
-                    part, cut, _masked(how, ahead), ahead or 0, (after[0], after[1], after[2])
-                )
-                _narrow(into, rows).add_(found.query)
-                _narrow(into_keys, columns).add_(found.key)
-                _narrow(into_values, columns).add_(found.value)
-                if into_mask is not None and found.mask is not None:
-                    _cut_of(into_mask, rows, (start, columns[1])).add_(found.mask)
-            row = packed(into_keys, into_values, ring.longest())
+            sums = into, *(torch.zeros_like(x, dtype=given.dtype) for x in (keys, values))
+            part = Turn(query, keys, values, mask, how, ring, turn)
+            part.differentiate((lse, given, delta), (*sums, into_mask))
+            row = packed(sums[1], sums[2], ring.longest())
             row = row if arriving is None else row.add_(arriving())
             arriving = ring.passed_on(row)
         assert arriving is not None
@@ -166,6 +146,73 @@ class _RingAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One block of keys and values, as a device attends to it.
+
+    Attributes:
+        query, key, value: this device's queries, and the keys and values of one device.
+        mask: of this device's queries and all keys; None for none.
+        how: what is computed.
+        ring: the devices.
+        number: of the turn; the keys are those of the device so many places before.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    how: Attention
+    ring: Ring
+    number: int
+
+    def attend(self, out: Tensor, lse: Tensor) -> None:
+        """Merges attention over this block into that over others."""
+        for rows, columns, ahead, start in self.ring.meetings(self.number, self.how.causal):
+            cut = _cut(self.mask, rows, (start, columns[1]))
+            how = _masked(self.how, ahead)
+            more = partial_attention(*self._part(rows, columns), cut, how, ahead or 0)
+            mine = _narrow(out, rows), _narrow(lse, rows)
+            for held, new in zip(mine, merge(*mine, *more), strict=True):
+                held.copy_(new)
+
+    def differentiate(self, after: Sequence[Tensor], sums: Sequence[Tensor | None]) -> None:
+        """Adds the gradients from this block.
+
+        Args:
+            after: lse over all keys, the gradient of the result, and the sum of that times the
+                result, of this device's queries.
+            sums: of queries, of this block's keys and values, and of the mask, if it has one.
+        """
+        into, into_key, into_value, into_mask = sums
+        for rows, columns, ahead, start in self.ring.meetings(self.number, self.how.causal):
+            cut = _cut(self.mask, rows, (start, columns[1]))
+            lse, given, delta = (_narrow(x, rows) for x in after)
+            how = _masked(self.how, ahead)
+            part = self._part(rows, columns)
+            found = partial_gradients(part, cut, how, ahead or 0, (lse, given, delta))
+            for total, run, more in (
+                (into, rows, found.query), (into_key, columns, found.key),
+                (into_value, columns, found.value),
+            ):  # fmt: skip
+                if total is not None:
+                    _narrow(total, run).add_(more)
+            if into_mask is not None and found.mask is not None:
+                _cut_of(into_mask, rows, (start, columns[1])).add_(found.mask)
+
+    def _part(self, rows: Run, columns: Run) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            _narrow(self.query, rows), _narrow(self.key, columns), _narrow(self.value, columns),
+        )  # fmt: skip
+
+
+def unattended(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+    """Returns attention over no keys, in at least float32, and its lse."""
+    shape, wide = _result_shape(query, key, value, how), widened(query).dtype
+    lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
+    return query.new_zeros(shape, dtype=wide), lse
 
 
 def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -192,3 +192,11 @@ def scores_bytes(part: Part, rows: int, keys: int) -> float:
     sizes = Sizes.of(part)
     wide = max(DTYPE_BYTES[sizes.dtype], 4)
     return 2.0 * sizes.batch * rows * keys * wide
+
+
+def groups(count: int) -> list[range]:
+    """Returns the blocks that each call of a zigzag ring brings: two in the first and last."""
+    if count <= 3:
+        return [range(count)]
+    middle = [range(at, at + 1) for at in range(2, count - 2)]
+    return [range(2), *middle, range(count - 2, count)]

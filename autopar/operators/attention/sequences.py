@@ -7,8 +7,9 @@ has the parts i and 2n - 1 - i of 2n, so that a causal mask leaves all devices e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,77 +35,93 @@ def zigzag(peers: Peers, extent: int) -> Order:
     ]
 
 
+def turned(order: Order, turns: Sequence[int]) -> Order:
+    """Returns the order in which each device has what those so many places before it have."""
+    return [
+        tuple(run for turn in turns for run in order[(at - turn) % len(order)])
+        for at in range(len(order))
+    ]
+
+
 def length(runs: Sequence[Run]) -> int:
     """Returns the number of positions of a device."""
     return sum(size for _, size in runs)
 
 
-def redealt(
-    tensors: Sequence[Tensor], before: Sequence[Order], after: Sequence[Order], peers: Peers
-) -> tuple[Tensor, ...]:
-    """Returns tensors in other orders of their last dimension but one, all sent in one call.
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor whose positions, its last dimension but one, change devices.
 
-    Args:
-        tensors: each device's positions.
-        before, after: the orders of each tensor.
-        peers: the devices.
+    Attributes:
+        tensor: this device's positions.
+        before, after: the orders of all devices.
     """
-    found: tuple[Tensor, ...] = _Redealt.apply(  # type: ignore[no-untyped-call]
-        before, after, peers, *tensors
-    )
-    return found
+
+    tensor: Tensor
+    before: Order
+    after: Order
 
 
-class _Redealt(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, before: Sequence[Order], after: Sequence[Order], peers: Peers, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.orders, ctx.peers = (after, before), peers
-        return _deal(tensors, before, after, peers)
+def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]:
+    """Starts to send tensors into other orders, all in one call.
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_deal(gradients, ctx.orders[0], ctx.orders[1], ctx.peers)
-
-
-def _deal(
-    tensors: Sequence[Tensor], before: Sequence[Order], after: Sequence[Order], peers: Peers
-) -> tuple[Tensor, ...]:
+    What is returned waits for the tensors. Positions that several devices send are summed.
+    """
     me, everyone = peers.index, range(peers.size)
+    # Where dtypes differ, bytes: the widest first, so that each begins at a multiple of its size.
+    mixed = len({parcel.tensor.dtype for parcel in parcels}) > 1
+    ranked = sorted(parcels, key=lambda parcel: -parcel.tensor.element_size())
+    nothing = ranked[0].tensor.new_empty(0)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.reshape(-1).view(torch.uint8) if mixed else x.reshape(-1)
+
     sent = [
         torch.cat(
             [
-                x.narrow(-2, at, size).reshape(-1)
-                for x, old, new in zip(tensors, before, after, strict=True)
-                for at, _, size in _shared(old[me], new[other])
+                flat(parcel.tensor.narrow(-2, at, size))
+                for parcel in ranked
+                for at, _, size in _shared(parcel.before[me], parcel.after[other])
             ]
-            or [tensors[0].new_empty(0)]
+            or [flat(nothing)]
         )
         for other in everyone
     ]
     takes = [
         sum(
-            size * (x.numel() // x.shape[-2])
-            for x, old, new in zip(tensors, before, after, strict=True)
-            for _, _, size in _shared(old[other], new[me])
+            size * _row_size(parcel.tensor) * (parcel.tensor.element_size() if mixed else 1)
+            for parcel in ranked
+            for _, _, size in _shared(parcel.before[other], parcel.after[me])
         )
         for other in everyone
     ]
-    taken = peers.deal(sent, takes)()
-    results = [
-        x.new_empty((*x.shape[:-2], length(new[me]), x.shape[-1]))
-        for x, new in zip(tensors, after, strict=True)
-    ]
-    for other in everyone:
-        start = 0
-        for result, old, new in zip(results, before, after, strict=True):
-            for _, at, size in _shared(old[other], new[me]):
-                part = result.narrow(-2, at, size)
-                part.copy_(taken[other].narrow(0, start, part.numel()).view(part.shape))
-                start += part.numel()
-    return tuple(results)
+    wait = peers.deal(sent, takes)
+
+    def arrive() -> list[Tensor]:
+        results = {id(parcel): _opened(parcel, me) for parcel in parcels}
+        for other, row in enumerate(wait()):
+            start = 0
+            for parcel in ranked:
+                for _, at, size in _shared(parcel.before[other], parcel.after[me]):
+                    part = results[id(parcel)].narrow(-2, at, size)
+                    count = part.numel() * (part.element_size() if mixed else 1)
+                    piece = row.narrow(0, start, count)
+                    part.add_((piece.view(part.dtype) if mixed else piece).view(part.shape))
+                    start += count
+        return [results[id(parcel)] for parcel in parcels]
+
+    return arrive
+
+
+def _row_size(x: Tensor) -> int:
+    """Returns the number of elements at one position."""
+    return math.prod(x.shape[:-2]) * x.shape[-1]
+
+
+def _opened(parcel: Parcel, me: int) -> Tensor:
+    """Returns zeros for the positions that a device gets."""
+    x = parcel.tensor
+    return x.new_zeros((*x.shape[:-2], length(parcel.after[me]), x.shape[-1]))
 
 
 def _shared(old: Sequence[Run], new: Sequence[Run]) -> Iterator[tuple[int, int, int]]:

@@ -6,16 +6,18 @@ split further, over the devices of a ring (Fang & Zhao, "USP", arXiv:2405.07719,
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from autopar.ir.graph import Node
-from autopar.operators.attention.heads import Heads, to_heads, to_rows
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, ring_attention
 from autopar.operators.attention.sequence_forms import specified
 from autopar.operators.form import Part, Types
-from autopar.operators.peer_devices import Peers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring
+    from autopar.operators.peer_devices import Peers
 
 
 def ulysses_attention(
@@ -37,6 +39,12 @@ def ulysses_attention(
         ring: those between which the sequence stays split; None for none.
         size: queries and keys of all `peers` together.
     """
+    import torch.nn.functional as F
+
+    from autopar.operators.attention.heads import Heads, to_heads, to_rows
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import ring_attention
+
     query, key, value = tensors
     count = query.shape[-3]
     heads = [

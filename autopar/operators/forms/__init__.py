@@ -1,4 +1,4 @@
-"""The forms of operators, one file each; each file's `FORM` is discovered by folder."""
+"""Forms of operators, discovered by folder: a file's `FORM`, or `FORMS` of several operators."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def forms() -> Mapping[tuple[str, str], Form]:
     """
     found: dict[tuple[str, str], Form] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        form: Form = importlib.import_module(f"{__name__}.{module.name}").FORM
-        if (form.op, form.name) in found or form.name == PLAIN:
-            raise RuleError(f"two forms of {form.op} are called {form.name!r}")
-        found[form.op, form.name] = form
+        file = importlib.import_module(f"{__name__}.{module.name}")
+        several: tuple[Form, ...] = file.FORMS if hasattr(file, "FORMS") else (file.FORM,)
+        for form in several:
+            if (form.op, form.name) in found or form.name == PLAIN:
+                raise RuleError(f"two forms of {form.op} are called {form.name!r}")
+            found[form.op, form.name] = form
     methods = [form.method for form in found.values()]
     if len(set(methods)) < len(methods):
         raise RuleError(f"two forms have one method; the methods are {', '.join(methods)}")

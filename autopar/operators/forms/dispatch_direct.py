@@ -6,15 +6,16 @@ each device there, not once for each node.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.graph import Arg, Node
 from autopar.operators.dispatch import dispatch_messages
 from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Calls, Form, Kwargs, Layouts, Part, Types
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes, factors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _run(mesh: Any, *operands: Any, **how: Any) -> Tensor:

@@ -5,13 +5,8 @@ A device keeps its own keys only; their gradients are summed and scattered in on
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.gathered_attention import gathered_attention
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -26,7 +21,11 @@ from autopar.operators.attention.sequence_forms import (
 )
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -41,6 +40,10 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: all keys and values are gathered at once."""
+    from autopar.operators.attention.gathered_attention import gathered_attention
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring
+
     peers = mesh.group(axis)
     ring = Ring.of_parts(peers, size)
     return gathered_attention(query, key, value, mask, Attention.of(**how), ring)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, ring_attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -22,7 +18,11 @@ from autopar.operators.attention.sequence_forms import (
 )
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -37,6 +37,9 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: n - 1 hops of keys and values around a ring."""
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring, ring_attention
+
     peers = mesh.group(axis)
     ring = Ring.of_parts(peers, size)
     return ring_attention(query, key, value, mask, Attention.of(**how), ring)

@@ -1,23 +1,20 @@
 """Ring attention under a causal mask, balanced: each device has a part of the head and of the tail.
 
-The sequence stays contiguous outside: queries, keys and values are dealt into the zigzag order in
-one call, and the result back in another. Position-dependent values beside attention thus need no
-care.
+The sequence stays contiguous outside: one call deals queries, keys and values into the zigzag
+order, another the result back. So position-dependent values beside attention need no care.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, ring_attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
     collective,
     gradient_bytes,
+    groups,
     is_causal,
     kernels,
     scores_bytes,
@@ -25,10 +22,13 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.sequences import contiguous, redealt, zigzag
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -42,13 +42,10 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Causal attention whose sequence is split, each device with equally much to compute."""
-    peers = mesh.group(axis)
-    before = [contiguous(peers, count) for count in (size[0], size[1], size[1])]
-    after = [zigzag(peers, count) for count in (size[0], size[1], size[1])]
-    query, key, value = redealt((query, key, value), before, after, peers)
-    ring = Ring(peers, after[0], after[1])
-    out = ring_attention(query, key, value, None, Attention.of(**how), ring)
-    return redealt((out,), after[:1], before[:1], peers)[0]
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.zigzag_attention import zigzag_attention
+
+    return zigzag_attention(query, key, value, Attention.of(**how), mesh.group(axis), size)
 
 
 def _fits(part: Part) -> bool:
@@ -56,31 +53,40 @@ def _fits(part: Part) -> bool:
 
 
 def _turns(part: Part) -> int:
-    return part.ways(split(part))
+    return len(groups(part.ways(split(part))))
 
 
 def _sends(part: Part) -> Calls:
-    axes, sizes, count = split(part), Sizes.of(part), _turns(part)
-    into = collective("all_to_all", axes, sizes.query + sizes.pair)
+    """Returns the calls into the order and out of it, which carry blocks too, and those between."""
+    axes, sizes = split(part), Sizes.of(part)
+    owed = gradient_bytes(sizes)
+    first, *later = (len(turns) for turns in groups(part.ways(axes)))
+    into = collective("all_to_all", axes, sizes.query + first * sizes.pair)
     out = collective("all_to_all", axes, sizes.result)
-    hop = collective("send", axes, sizes.pair)
-    home = collective("send", axes, gradient_bytes(sizes))
-    forward = (into, *(hop,) * (count - 1), out)
-    return forward, (out, *(hop,) * (count - 1), *(home,) * count, into)
+    hops = tuple(collective("send", axes, count * sizes.pair) for count in later)
+    back = [collective("all_to_all", axes, sizes.result + (first - 1) * sizes.pair)]
+    ready = 0
+    for before, count in pairwise((first, *later, 0)):
+        if count or ready:
+            back.append(collective("all_to_all", axes, count * sizes.pair + ready * owed))
+        ready = before
+    home = collective("all_to_all", axes, sizes.query + ready * owed)
+    return (into, *hops, out), (*back, home)
 
 
 def _work(part: Part) -> NodeWork:
     """Returns the work of any device, which is half of the square."""
-    return kernels(part, 0.5, _turns(part))
+    return kernels(part, 0.5, part.ways(split(part)))
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of queries, keys and values in the other order, and of two blocks."""
-    sizes = Sizes.of(part)
-    dealt = sizes.query + sizes.pair + sizes.result
+    """Returns the bytes of queries and results in the other order, and of up to four blocks."""
+    sizes, most = Sizes.of(part), max(map(len, groups(part.ways(split(part)))))
+    dealt = sizes.query + sizes.result
     scores = scores_bytes(part, -(-sizes.rows // 2), -(-sizes.keys // 2))
-    blocks = 2.0 * sizes.pair
-    return dealt + blocks + scores, dealt + blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
+    blocks = 2.0 * most * sizes.pair
+    owed = 2.0 * most * gradient_bytes(sizes)
+    return dealt + blocks + scores, 2 * dealt + blocks + owed + 2 * scores
 
 
 NEEDS = (

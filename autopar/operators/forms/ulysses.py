@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -18,14 +15,14 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.ulysses_attention import (
-    enough_heads,
-    exchanged_spec,
-    ulysses_attention,
-)
+from autopar.operators.attention.ulysses_attention import enough_heads, exchanged_spec
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -40,6 +37,9 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: two exchanges of sequences for heads."""
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ulysses_attention import ulysses_attention
+
     tensors = query, key, value
     return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis), None, size)
 

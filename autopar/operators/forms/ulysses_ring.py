@@ -6,12 +6,8 @@ of the ring (Fang & Zhao, "USP", arXiv:2405.07719).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -25,14 +21,14 @@ from autopar.operators.attention.sequence_forms import (
     split,
     written,
 )
-from autopar.operators.attention.ulysses_attention import (
-    enough_heads,
-    exchanged_spec,
-    ulysses_attention,
-)
+from autopar.operators.attention.ulysses_attention import enough_heads, exchanged_spec
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -47,6 +43,10 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split over axes: a ring of groups that exchange heads."""
+    from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring
+    from autopar.operators.attention.ulysses_attention import ulysses_attention
+
     peers = mesh.group(axis[:-1])
     ring = Ring.of_parts(peers, size)
     start, count = ring.queries[peers.index][0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypedDict
 
 from autopar.errors import GraphError, InfeasibleError
@@ -13,16 +14,22 @@ from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
-from autopar.ir.update import State
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
-from autopar.planning.pipelines.schedule_names import further_copies, schedule_of, with_state
-from autopar.planning.pipelines.search import Searched, plan_of, search
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.search import Searched, fastest, plan_of, search
 from autopar.planning.pipelines.stages import weights
+from autopar.planning.pipelines.streaming import (
+    FLUSHED,
+    Streamed,
+    obstacle,
+    options_for,
+    trains_shared,
+)
 from autopar.planning.prices import limit_of
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
@@ -161,7 +168,9 @@ def find_pipeline(
         known = f"best {format_seconds(step.seconds)}" if step.seconds < 1e300 else "none"
         progress(f"{step.doing}: {step.calls} stages priced, {known}")
 
-    def searched(options: Options, schedules: Sequence[str]) -> Searched:
+    def searched(
+        options: Options, schedules: Sequence[str], streamed: Streamed = FLUSHED
+    ) -> Searched:
         return search(
             model,
             mesh,
@@ -173,22 +182,25 @@ def find_pipeline(
             scaling=True,
             progress=report,
             workers=workers,
+            streamed=streamed,
         )
 
     exact, options = candidates(), model.options
     best = searched(options, exact)
-    for name in [one for one in candidates(options.allow) if one not in exact]:
-        # Older weights are priced like optimizer state of the same size.
+    names = [one for one in candidates(options.allow) if one not in exact]
+    others, tied = [], bool(names) and model(counts[0]).ties
+    for name in names:
         rows = schedule_of(name, 2, 8)
-        update, copies = options.update, max(further_copies(rows, n) for n in range(rows.stages))
-        for number in range(copies):
-            update = update.with_state(State(f"older_weights_{number + 1}"))
-        try:
-            other = searched(replace(with_state(options, rows), update=update), (name,))
-        except InfeasibleError:
+        own = options_for(options, rows)
+        reason = obstacle(rows, own, mesh)
+        if not reason and tied and not trains_shared(name):
+            reason = "stages would run on weights that other holders of a parameter lack"
+        if reason:
+            progress(f"{name} is left out: {reason}")
             continue
-        best = min(best, other, key=lambda one: one.seconds)
-    return best
+        with suppress(InfeasibleError):
+            others.append(searched(own, (name,), Streamed(name, tied)))
+    return fastest([best, *others])
 
 
 def _sizes(batch: int) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 from autopar.inter_op.layers import Layers
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import cut
+from autopar.lower.parameter_keys import leaf_key
 
 BLOCKS = 2  # layers of a run of equal ones that are planned
 Signature = tuple[tuple[Hashable, int], ...]  # (kind of layer, length of its run)
@@ -40,6 +41,20 @@ class Layered:
             for kind, count in runs(self.layers.kinds)
             for _ in range(count + self.more * (count > 1))
         )
+
+    @property
+    def ties(self) -> bool:
+        """Returns whether layers share trained parameters."""
+        number, ends, layer = 0, set(self.layers.ends), dict[str, int]()
+        for node in self.graph.nodes:
+            layer[node.name] = number
+            number += node.name in ends
+        readers: dict[str, set[int]] = {}
+        for leaf in self.graph.leaves("param"):
+            if leaf.requires_grad:
+                users = {layer[user] for user in self.graph.users[leaf.name]}
+                readers.setdefault(leaf_key(leaf), set()).update(users)
+        return any(len(layers) > 1 for layers in readers.values())
 
     def part(self, signature: Signature) -> Graph:
         """Returns the graph of a range of layers; of a long run it contains only a few layers.

@@ -14,7 +14,9 @@ from autopar.intra_op.node_choices import Option
 from autopar.intra_op.problem import Choices, Held
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.stage_graphs import SENT
+from autopar.planning.pipelines.streaming import NO_COPIES, Copies
 
 Figures = dict[str, tuple[float, ...]]
 
@@ -29,14 +31,18 @@ class Repeated:
             hold several stages.
         beside: memory of all stages of a device, in units of this one's. They run in turn, so they
             share transient memory.
-        further: additional copies of the weights, mostly older versions.
+        further: tensors of the size of the weights that the schedule adds.
+        precision: of training.
+        taken: number of microbatches whose gradients one update takes; 0 for all of a step.
         late_loss: whether replicas may be steps apart, see `StagePlan`.
     """
 
     microbatches: int
     in_flight: float = 1.0
     beside: float = 1.0
-    further: int = 0
+    further: Copies = NO_COPIES
+    precision: Precision = AS_IS
+    taken: int = 0
     late_loss: bool = False
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
@@ -47,7 +53,7 @@ class Repeated:
             graph: its prepared graph.
             mesh: its mesh.
         """
-        whole, part = len(built.points), 1 / self.microbatches
+        whole, part = len(built.points), 1 / self.in_update
         nodes = []
         rows = zip(built.problem.nodes, built.names, built.options, strict=True)
         for node, name, options in rows:
@@ -56,17 +62,20 @@ class Repeated:
                 kept = copies(built, graph, mesh, name, options)
                 once = built.sums.get(node.name, (0.0,) * len(kept))
                 more.append(((0, whole), tuple(map(self.others, once, kept))))
-            if self.further and whole and options[0].stored is not None:
-                own, count = graph[name].type, self.further * graph.multiplicity[name]
-                layouts = [option.storage.held for option in options if option.storage is not None]
-                nbytes = (float(count * layout.local_bytes(own, mesh)) for layout in layouts)
-                more.append(((0, whole), tuple(nbytes)))
+            if self.further and whole:
+                nbytes = self.further.of_choices(graph, mesh, name, options, self.precision)
+                more.append(((0, whole), nbytes))
             nodes.append(_with(node, [held for held in more if any(held[1])]))
         return replace(
             built,
             problem=replace(built.problem, nodes=tuple(nodes)),
             backward=_times(part, dict(built.backward)),
         )
+
+    @property
+    def in_update(self) -> int:
+        """Number of microbatches whose gradients one update takes."""
+        return self.taken or self.microbatches
 
     def others(self, once: float, kept: float) -> float:
         """Returns the bytes of the other microbatches in flight and of the other stages.
@@ -103,6 +112,21 @@ def copies(
         for storage in (option.storage for option in options)
         if storage is not None
     )
+
+
+def kept_each(
+    built: Built,
+    graph: Graph,
+    mesh: Mesh,
+    name: str,
+    options: tuple[Option, ...],
+    each: Copies,
+    precision: Precision,
+) -> tuple[float, ...]:
+    """Returns `copies`, with the versions of weights that every microbatch in flight adds."""
+    versions = each.of_choices(graph, mesh, name, options, precision)
+    kept = copies(built, graph, mesh, name, options)
+    return tuple(a + b for a, b in zip(kept, versions, strict=True))
 
 
 def _with(node: Choices, more: list[Held]) -> Choices:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
-from autopar.planning.options import Options
 
 
 def read_schedule(text: str) -> tuple[str, dict[str, int]]:
@@ -73,28 +70,6 @@ def in_flight(schedule: Schedule, stage: int) -> float:
     """Returns the peak number of microbatches in flight, averaged over the stages of a rank."""
     ranks = {placed[stage] for placed in schedule.placement}
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
-
-
-def further_copies(schedule: Schedule, stage: int) -> int:
-    """Returns the number of weight-sized tensors that a stage holds besides its weights.
-
-    They are older versions, gradients under way, and for a corrected backward the velocity of the
-    weights and their previous value.
-    """
-    older = schedule.versions[stage] - 1 if schedule.versions else 0
-    return older + schedule.pending + (2 if schedule.adjustment.decay else 0)
-
-
-def with_state(options: Options, schedule: Schedule) -> Options:
-    """Returns options whose storages of parameters suit a schedule.
-
-    Older versions of weights, and their correction, are held whole; see
-    `runtime/pipeline/refusals.py`. A state that the user chose is kept, and refused there.
-    """
-    if schedule.flushes or options.state is not None:
-        return options
-    whole = schedule.adjustment.decay or schedule.pending
-    return replace(options, state="ddp" if whole else "zero1")
 
 
 def held_beside(schedule: Schedule, stage: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise, product
 
@@ -34,6 +34,7 @@ from autopar.planning.pipelines.parallel_costs import ParallelCosts
 from autopar.planning.pipelines.schedule_names import read_schedule
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import Devices, plan_stages, weights
+from autopar.planning.pipelines.streaming import FLUSHED, Streamed, taken
 from autopar.planning.pipelines.variants import AGAIN
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
@@ -70,6 +71,14 @@ class Searched:
     closed_form: Found
 
 
+def fastest(every: Sequence[Searched]) -> Searched:
+    """Returns the fastest result of several searches, with all other pipelines as runners-up."""
+    best = min(every, key=lambda one: one.seconds)
+    rest = [(one.pipeline, one.seconds) for one in every if one is not best]
+    rest += [pair for one in every for pair in one.others]
+    return replace(best, others=tuple(sorted(rest, key=lambda pair: pair[1])))
+
+
 def search(
     layered: Callable[[int], Layered],
     mesh: Mesh,
@@ -86,6 +95,7 @@ def search(
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
+    streamed: Streamed = FLUSHED,
 ) -> Searched:
     """Returns the fastest pipeline of a model on a cluster.
 
@@ -101,6 +111,7 @@ def search(
         shapes: number of logical shapes of a sub-mesh to try in any case; see `StageCosts`.
         workers: processes that price stages, to which `options` can be sent; None for this one
             only.
+        streamed: the schedule to choose, if it does not flush.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -118,6 +129,7 @@ def search(
     make = partial(
         StageCosts, mesh=mesh, options=options, memory=room, most=most,
         shapes=shapes, held=held, kept=_kept(laws, [n for n in ranks if n <= len(kinds)]),
+        streamed=streamed,
     )  # fmt: skip
     together = ParallelCosts(make, layered, workers or Workers(0))
     costs = together.costs
@@ -158,16 +170,14 @@ def search(
     except InfeasibleError as error:
         error.why += f"; {_SPARE:.0%} of {format_bytes(memory)} is kept free"
         raise
-    played: list[tuple[float, Pipeline, Timeline]] = []
+    played: list[tuple[float, Timeline, Pipeline]] = []
     for number, pipeline in enumerate((partitioned.best, *partitioned.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
             break
-        timeline, seconds = play(pipeline, transfer)
-        seconds += max(stage.once for stage in pipeline.stages)
-        played.append((seconds, pipeline, timeline))
+        played.append((*play(pipeline, transfer), pipeline))
     played.sort(key=lambda row: row[0])
-    seconds, best, timeline = played[0]
-    others = tuple((pipeline, simulated) for simulated, pipeline, _ in played[1:])
+    seconds, timeline, best = played[0]
+    others = tuple((pipeline, simulated) for simulated, _, pipeline in played[1:])
     return Searched(best, seconds, timeline, others, partitioned)
 
 
@@ -234,12 +244,12 @@ def _usual_label(stage: Stage) -> str:
     return max(dict.fromkeys(labels), key=labels.count)
 
 
-def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
+def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
     """Simulates a pipeline's actions under the costs of its stages and transfers.
 
     Returns:
-        The timeline, and the seconds of a step; of a schedule without flushes, those of a period in
-        the steady state.
+        The seconds of a step, and its timeline without the update at its end; of a schedule without
+        flushes, those of a period in the steady state, with its updates.
     """
     name, own = read_schedule(pipeline.schedule)
     count = pipeline.microbatches
@@ -253,12 +263,15 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
         (pipeline.stages[at].chunks[number], pipeline.stages[at].submesh)
         for _, at, number in places
     ]
+    updates = 0 if rows.flushes else count // taken(rows)
     stage_costs = [
         StageCost(
             chunk.candidate.forward,
             chunk.candidate.backward / 2,
             chunk.candidate.backward / 2,
             chunk.candidate.per_microbatch,
+            update=chunk.candidate.once / updates if updates else 0.0,
+            sums=chunk.candidate.sums,
         )
         for chunk, _ in order
     ]
@@ -268,8 +281,8 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
     ]
     timeline = simulate(rows, stage_costs, hops)
     if rows.flushes:
-        return timeline, timeline.seconds
-    return timeline, steady(rows, complete(rows), stage_costs, hops)[0]
+        return timeline.seconds + max(stage.once for stage in pipeline.stages), timeline
+    return steady(rows, complete(rows), stage_costs, hops)[0], timeline
 
 
 class Borders:

@@ -19,6 +19,7 @@ from autopar.cost.overlap import side_by_side
 from autopar.errors import PlanError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.intra_op.kernel_work import works
 from autopar.ir.collective import Collective
@@ -30,7 +31,8 @@ from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
-from autopar.planning.pipelines.schedule_names import further_copies, schedule_of
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.streaming import copies_of, late_sums
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
@@ -46,8 +48,8 @@ class StageFigures:
     Attributes:
         forward, backward: seconds of one microbatch.
         once: seconds of gradient synchronisation and the optimizer, for each update.
+        optimizer: those of the optimizer.
         fixed: bytes of parameters, gradients and optimizer state on a device.
-        weights: bytes of these that are stored trained parameters.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
         arriving: seconds of receiving one microbatch's values from earlier stages.
@@ -57,8 +59,8 @@ class StageFigures:
     forward: float
     backward: float
     once: float
+    optimizer: float
     fixed: float
-    weights: float
     kept: float
     transient: float
     arriving: float = 0.0
@@ -122,10 +124,9 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
         there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
-    costs = [
-        StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept, update=s.once) for s in figures
-    ]
-    step = complete(schedule, wiring_of(graphs))
+    wiring = wiring_of(graphs, [stage.mesh for stage in plan.stages])
+    costs = _costs(graphs, plan, schedule, figures, prices)
+    step = complete(schedule, wiring)
     hops = [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
     if schedule.flushes:
         timeline = simulate(step, costs, *hops)
@@ -138,10 +139,32 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         number, copy = stages[0]
         ranks.append(plan.stages[number].ranks(copy))
         own = [figures[number] for number, _ in stages]
-        older = sum(figures[n].weights * further_copies(schedule, n) for n, _ in stages)
-        memory.append(sum(s.fixed for s in own) + older + kept + max(s.transient for s in own))
+        further = sum(
+            copies_of(schedule, n, wiring).in_plan(graphs[n], plan.stages[n]) for n, _ in stages
+        )
+        memory.append(sum(s.fixed for s in own) + further + kept + max(s.transient for s in own))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
     return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
+
+
+def _costs(
+    graphs: Sequence[Graph],
+    plan: Plan,
+    schedule: Schedule,
+    figures: Sequence[StageFigures],
+    prices: Callable[[Mesh], Priced],
+) -> list[StageCost]:
+    """Returns the costs of the stages' actions."""
+    costs = []
+    for graph, stage, own in zip(graphs, plan.stages, figures, strict=True):
+        update, late = own.once, 0.0
+        if schedule.pending:
+            price = prices(stage.mesh).collective
+            now, late = late_sums(graph, stage, schedule.outer, price)
+            update = own.optimizer + now
+        half = own.backward / 2
+        costs.append(StageCost(own.forward, half, half, own.kept, update=update, sums=late))
+    return costs
 
 
 def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
@@ -173,8 +196,8 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         seconds["forward"],
         seconds["backward"],
         after + seconds["optimizer"],
+        seconds["optimizer"],
         fixed,
-        sum(left.get(f"parameter {name}", 0.0) for name in trained),
         kept,
         max(timeline.memory.peak - fixed - kept, 0.0),
     )

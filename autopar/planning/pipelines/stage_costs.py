@@ -45,9 +45,10 @@ from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
 from autopar.planning.pipelines.layered import Layered, Signature, runs
-from autopar.planning.pipelines.repeated import copies
+from autopar.planning.pipelines.repeated import kept_each
 from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
+from autopar.planning.pipelines.streaming import FLUSHED, Streamed
 from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
 from autopar.planning.prices import cost_model
 from autopar.planning.recomputation import parse_recompute
@@ -98,6 +99,7 @@ class StageCosts:
         held: limit on a rank's layers times its microbatches in flight, in units of all layers.
         kept: (ranks, parts of the model, chunks of a rank) -> numbers of microbatches that ranks of
             such an even pipeline keep in flight under some schedule, ascending.
+        streamed: the schedule, if it does not flush.
     """
 
     def __init__(
@@ -110,9 +112,10 @@ class StageCosts:
         shapes: int = 1,
         held: float = math.inf,
         kept: Mapping[tuple[int, int, int], Sequence[int]] | None = None,
+        streamed: Streamed = FLUSHED,
     ) -> None:
         self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
-        self.options, self.memory = options, memory
+        self.options, self.memory, self.streamed = options, memory, streamed
         self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
@@ -340,7 +343,7 @@ class StageCosts:
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
             recompute=parse_recompute(graph, recompute),
-            microbatches=microbatches,
+            microbatches=self.streamed.taken(microbatches),
             lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
@@ -369,8 +372,14 @@ class StageCosts:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        held = tuple(copies(built, graph, mesh, name, options) for name, options in pairs)
-        return StageProblem(built, grows, edges, counts, tuple(updates), held, recompute)
+        once, each = self.streamed.copies(self.mesh.size // mesh.size, microbatches)
+        precision = self.options.precision
+        held = tuple(kept_each(built, graph, mesh, n, o, each, precision) for n, o in pairs)
+        further = tuple(once.of_choices(graph, mesh, n, o, precision) for n, o in pairs)
+        taken, late = self.streamed.taken(microbatches), self.streamed.late
+        return StageProblem(
+            built, grows, edges, counts, tuple(updates), held, recompute, further, taken, late
+        )
 
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool

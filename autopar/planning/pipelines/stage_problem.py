@@ -28,6 +28,10 @@ class StageProblem:
         update: seconds of the optimizer for each choice, by node.
         copies: bytes that every microbatch in flight keeps for each choice, by node.
         recompute: how blocks are recomputed, "none" or "full".
+        further: bytes of what a schedule without flushes adds for each choice, by node, with one
+            microbatch in flight.
+        taken: number of microbatches whose gradients one update takes.
+        late: whether gradients are summed beside later steps.
     """
 
     built: Built
@@ -37,6 +41,9 @@ class StageProblem:
     update: tuple[Floats, ...]
     copies: tuple[tuple[float, ...], ...]
     recompute: str
+    further: tuple[tuple[float, ...], ...]
+    taken: int
+    late: bool = False
 
     def chosen_in(self, other: StageProblem, choice: tuple[int, ...]) -> tuple[int, ...] | None:
         """Translates a choice to another problem of the stage; None if that lacks an option."""
@@ -65,13 +72,15 @@ class StageProblem:
         """
         built = self.built
         nodes = []
-        for node, kept, run in zip(built.problem.nodes, self.copies, self.grows, strict=True):
+        for node, kept, extra, run in zip(
+            built.problem.nodes, self.copies, self.further, self.grows, strict=True
+        ):
             ratio = 1.0 if run < 0 else ratios[run]
             cost = tuple(ratio * seconds for seconds in node.cost)
             held = tuple(
-                ratio * (max(nbytes, more) + (in_flight - 1) * more)
-                for nbytes, more in zip(
-                    built.sums.get(node.name, (0.0,) * len(cost)), kept, strict=True
+                ratio * (max(nbytes, more) + own + (in_flight - 1) * more)
+                for nbytes, more, own in zip(
+                    built.sums.get(node.name, (0.0,) * len(cost)), kept, extra, strict=True
                 )
             )
             nodes.append(Choices(node.name, node.labels, cost, held, (0, 1)))
@@ -107,31 +116,32 @@ class StageProblem:
             # A value that is sent is kept, even if its operator does not save it.
             alone = max(_at(built.sums, node.name, index), self.copies[at][index])
             small += alone
-            fixed += ratio * alone - kept
+            fixed += ratio * (alone + self.further[at][index]) - kept
             each += kept
         for edge, run in zip(built.problem.edges, self.edges, strict=True):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
-        seconds = whole - (reduced + gathered) / microbatches
+        seconds = whole - (reduced + gathered) / self.taken
         # Recomputation counts as backward; communication takes about as long in both directions,
         # and once more as in the forward if that runs again.
         sent = seconds - forward - backward - again
         share = 2 / 3 if self.recompute == "full" else 1 / 2
         after = min(backward + again + share * sent, seconds)
-        # Once in a step: reductions, which overlap with the last backward, then the update.
-        inside = min(reduced, microbatches * beside)  # 0 if the backward waits
+        # For each update: reductions, which overlap with the last backward, then the optimizer.
+        inside = min(reduced, self.taken * beside)  # 0 if the backward waits
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
-        once += gathered + update
+        once = (0.0 if self.late else once) + gathered + update
         peak = evaluate(built.problem, choice).peak
         return Candidate(
             forward=seconds - max(after, 0.0),
             backward=max(after, 0.0),
-            once=max(once, 0.0),
+            once=max(once, 0.0) * microbatches / self.taken,
             fixed=fixed,
             per_microbatch=each,
             transient=max(peak - small, 0.0),
             label=label,
             recompute=self.recompute,
+            sums=reduced if self.late else 0.0,
         )
 
 

@@ -24,15 +24,15 @@ from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
-    further_copies,
     held_beside,
     in_flight,
     schedule_of,
-    with_state,
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
+from autopar.planning.pipelines.streaming import Copies, copies_of, options_for, taken
+from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
@@ -128,7 +128,7 @@ def plan_stages(
             see `make_plan`.
     """
     rows = schedule_of(schedule, len(groups), microbatches)
-    options = with_state(replace(options, whole=mesh), rows)
+    options = options_for(replace(options, whole=mesh), rows)
     if rows.stages != len(ends) + 1:
         raise StageError(
             f"{len(ends) + 1} stages for the schedule {schedule!r}",
@@ -156,12 +156,14 @@ def plan_stages(
     pins = stage_pins(graph, parts, meshes := [copies[0].mesh for copies in held], options)
     again = recompute or [options.recompute] * len(parts)
     shared = beside or [held_beside(rows, number) for number in range(len(parts))]
-    shares = [share + further_copies(rows, number) for number, share in enumerate(shared)]
-    alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
+    wiring = wiring_of(parts, meshes)
+    further = [copies_of(rows, number, wiring) for number in range(len(parts))]
+    alone: dict[tuple[str, Mesh, str, str, float, Copies], list[int]] = {}
     for number, part in enumerate(parts):
         # Stages with pins are never equal, because pins are by name.
         pinned = str(number) if pins[number] else ""
-        key = (alike(part), meshes[number], pinned, again[number], shares[number])
+        held_too = shared[number], further[number]
+        key = (alike(part), meshes[number], pinned, again[number], *held_too)
         alone.setdefault(key, []).append(number)
     kept = {number: in_flight(rows, number) for number in range(len(parts))}
     silent = Trace(None) if trace.folder is None else trace  # can be sent to another process
@@ -169,8 +171,10 @@ def plan_stages(
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
-        more, late = further_copies(rows, one), rows.pending > 0
-        repeated = Repeated(microbatches, most, shared[one], more, late)
+        repeated = Repeated(
+            microbatches, most, shared[one], further[one], options.precision, taken(rows),
+            rows.pending > 0,
+        )  # fmt: skip
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = at_once(

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline_step import Edge, Wiring
 from autopar.lower.parameter_keys import leaf_key
 
 
-def wiring_of(graphs: Sequence[Graph]) -> Wiring:
+def wiring_of(graphs: Sequence[Graph], meshes: Sequence[Mesh]) -> Wiring:
     """Returns the values that stages send one another, and the trained parameters that they share.
 
     Args:
         graphs: of the stages, from `stage_graphs`.
+        meshes: of the stages.
     """
     origins = {name: n for n, graph in reversed([*enumerate(graphs)]) for name, _ in graph.outputs}
     gradients: dict[tuple[int, int], bool] = {}
@@ -27,4 +29,5 @@ def wiring_of(graphs: Sequence[Graph]) -> Wiring:
         for own in trained
     ]
     edges = (Edge(maker, reader, back) for (maker, reader), back in sorted(gradients.items()))
-    return Wiring(tuple(edges), tuple(shared))
+    axes = (tuple(axis.name for axis in mesh.axes if axis.size > 1) for mesh in meshes)
+    return Wiring(tuple(edges), tuple(shared), tuple(axes))

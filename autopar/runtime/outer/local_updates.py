@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import BatchError
+from autopar.errors import BatchError, OptionError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.tensor import Layout, TensorType
@@ -24,6 +24,7 @@ from autopar.runtime.calls.input_parts import Part
 from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.buckets import buckets_of
+from autopar.runtime.outer.method import Method
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.outer.replica_state import ReplicaState
 from autopar.runtime.outer.rounds import Report, Rounds
@@ -35,6 +36,7 @@ from autopar.runtime.runtime import typed
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.update.update import Update
 
+ANCHOR, AVERAGE = "anchor", "average"  # what is evaluated
 Step = Callable[[Mapping[str, Tensor]], Tensor]
 Forward = Callable[[Mapping[str, Tensor]], Evaluated]
 
@@ -48,6 +50,10 @@ class LocalUpdates:
         mesh: all devices.
         peers: of the replica; see `Peers.within`.
         sliced: whether every rank passes the batch of all replicas instead of its own part.
+        evaluate: ANCHOR, AVERAGE, or "" for the anchor if the method has one.
+
+    Raises:
+        OptionError: an anchor is to be evaluated, and the method has none.
 
     Attributes:
         replicas: number of replicas.
@@ -65,11 +71,13 @@ class LocalUpdates:
         mesh: Mesh,
         peers: Peers,
         sliced: bool = True,
+        evaluate: str = "",
     ) -> None:
         self._sliced = sliced
         self.program, self.outer, self.mesh, self.peers = program, outer, mesh, peers
         self.replicas = outer.count(mesh)
         self.method = method_of(outer)
+        self._evaluates_anchor = _evaluates_anchor(self.method, evaluate)
         everyone = Peers.here()
         groups = outer.peers(mesh)
         self._lease: Lease = everyone.shared("outer", groups)
@@ -253,7 +261,7 @@ class LocalUpdates:
         """
         with self.watch:
             part = self._part(batch)
-            with self.together():
+            with self.together(self._evaluates_anchor):
                 own = (forward or self.program.forward)(part)
             shards = {n: v if v.dim() else self._joined(v) for n, v in own.shards.items()}
 
@@ -302,15 +310,16 @@ class LocalUpdates:
         return joined.flatten(0, 1) if value.dim() else joined.sum() / self.replicas
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Sets the common parameters on all replicas in this context."""
+    def together(self, anchor: bool = True) -> Iterator[None]:
+        """Sets common parameters on all replicas in this context: anchors, or averages."""
         self.rounds.settle()
         buckets = self.rounds.buckets
         kept = [bucket.values() for bucket in buckets]
         written = self._written()
         before = [tensor.clone() for tensor in written]
         for bucket in buckets:
-            bucket.give(self.agreed(bucket.values(), bucket.states))
+            known = bucket.states.get(ANCHOR) if anchor else None
+            bucket.give(self._mean(bucket.values()) if known is None else known)
         for tensor in written:
             tensor.copy_(self._mean(tensor.clone()))
         self._gather()
@@ -322,10 +331,6 @@ class LocalUpdates:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
             self._gather()
-
-    def agreed(self, values: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns a bucket's anchor, or the average of the replicas' values."""
-        return states["anchor"] if "anchor" in states else self._mean(values)
 
     def _mean(self, values: Tensor) -> Tensor:
         """Returns the mean of a tensor over the replicas; overwrites the tensor."""
@@ -345,7 +350,7 @@ class LocalUpdates:
             return {
                 n: self._mean(v.clone()) if v.is_floating_point() else v for n, v in own.items()
             }
-        with torch.no_grad(), self.together():
+        with torch.no_grad(), self.together(self._evaluates_anchor):
             return {name: value.clone() for name, value in self.program.state_dict().items()}
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
@@ -361,6 +366,17 @@ class LocalUpdates:
             self.watch.close()
             self.program.close()
             self._lease.close()
+
+
+def _evaluates_anchor(method: Method, evaluate: str) -> bool:
+    """Returns whether anchors are evaluated; OptionError if the method has none."""
+    if evaluate == ANCHOR and ANCHOR not in method.states:
+        raise OptionError(
+            f"the outer method {method.NAME!r} has no anchor to evaluate",
+            why="its replicas keep their own parameters only",
+            todo='pass evaluate="average", or leave it out',
+        )
+    return evaluate != AVERAGE
 
 
 def _copied(pipeline: Pipeline) -> frozenset[str]:

@@ -105,7 +105,7 @@ class Continuous:
         self.broken_off = False
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
-        self._sums: dict[tuple[int, int], Sums] = {}  # by stage and microbatch
+        self._sums: dict[Action, Sums] = {}  # by what has begun them
         self.ahead = ahead(placement.rows, self._size)
         self._reports: deque[_Report] = deque()  # of the steps whose loss has not been read
         self._told: float | None = None  # the last loss that was read
@@ -184,6 +184,8 @@ class Continuous:
         elif action.kind == SYNC and action.over == COPIES:
             with self._taken_aside(stage, action.microbatch):
                 self._copies.add_up(action.names)
+        elif action.kind == SYNC and (action.over or action.names):
+            Sums.begin(stage, action.axes, action.names).arrive()
         elif action.kind == SYNC and gradients is not None:
             gradients.collect()
             if (action.stage, action.copy, action.microbatch % self._size) in self._later:
@@ -191,10 +193,10 @@ class Continuous:
                 for tensor in stage.weights.updated:
                     tensor.grad = None
         elif action.kind == SYNC_BEGIN:
-            self._sums[action[1:3]] = Sums.begin(stage)
+            self._sums[action] = Sums.begin(stage, action.axes, action.names)
         elif action.kind == SYNC_AWAIT:
             with self._waiting(f"{action} waits for its sums"):
-                self._sums.pop(action[1:3]).arrive()
+                self._sums.pop(action._replace(kind=SYNC_BEGIN)).arrive()
         elif action.kind == UPDATE:
             with self._taken_aside(stage, action.microbatch):
                 self._updated(stage)
@@ -288,8 +290,6 @@ class Continuous:
         for own in self.versions.values():
             own.restart()
 
-    # Checkpoints ---------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """Waits for all started transfers between two steps; every rank must call it."""
         for action in self._sent_already():
@@ -317,7 +317,7 @@ class Continuous:
             },
             "aside": {key: put_all(own, put) for key, own in self._aside.items()},
             "sums": {
-                key: sums.saved(self._stages[key[0], 0], put) for key, sums in self._sums.items()
+                str(a): s.saved(self._stages[a.stage, a.copy], put) for a, s in self._sums.items()
             },
         }
 
@@ -333,9 +333,9 @@ class Continuous:
         self._early = set(map(Action.parse, saved["early"]))
         self._reports = deque(_Report(get(numbers), None) for numbers in saved["reports"])
         self._aside = {key: get_all(own, get) for key, own in saved["aside"].items()}
+        begun = {Action.parse(text): sums for text, sums in saved["sums"].items()}
         self._sums = {
-            key: Sums.resume(self._stages[key[0], 0], sums, get)
-            for key, sums in saved["sums"].items()
+            a: Sums.resume(self._stages[a.stage, a.copy], sums, get) for a, sums in begun.items()
         }
         for key, stage in self._stages.items():
             versions, own = saved["stages"][key]
@@ -392,7 +392,7 @@ def _give(stage: Stage, gradients: Sequence[Tensor | None]) -> None:
 
 def _later(row: Row, size: int) -> frozenset[tuple[int, int, int]]:
     """Returns stage, copy and microbatch of the sums whose update does not follow immediately."""
-    own = [action for action in row if action.over != COPIES]
+    own = [action for action in row if not (action.over or action.names)]
     return frozenset(
         (action.stage, action.copy, action.microbatch % size)
         for action, after in zip(own, (*own[1:], None), strict=True)

@@ -9,7 +9,6 @@ one microbatch at a time, as with gradient accumulation on one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,9 +18,8 @@ from torch import Tensor
 
 from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
-from autopar.ir.action import COPIES, Action, Row
+from autopar.ir.action import COPIES, Row
 from autopar.ir.pipeline_step import ahead, in_update
-from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import Part
@@ -30,10 +28,9 @@ from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.pipeline.continuous import Continuous
-from autopar.runtime.pipeline.interpreter import Interpreter, losses_to, phase_of
-from autopar.runtime.pipeline.messages import Post, Wires
+from autopar.runtime.pipeline.interpreter import losses_to, phase_of
+from autopar.runtime.pipeline.messages import Wires
 from autopar.runtime.pipeline.pipeline_program import PipelineProgram
-from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
@@ -133,9 +130,6 @@ class Pipeline(PipelineState):
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
         self.update.compare()
-        self._written = [
-            stage.named[key] for stage in self.stages.values() for key in stage.module.written
-        ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device, self.everyone)
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(peers.ranks)
@@ -149,7 +143,7 @@ class Pipeline(PipelineState):
             self._intake.overlaps = True
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1
-            self._interpreter = self._played(self.main.post(), [])
+            self._interpreter = self.main.interpreter(self.main.post(), [])
             given = placement, self.row, self._interpreter, self.update, self.copies
             self.continuous = Continuous(self.stages, *given, self._intake.differences)
 
@@ -181,11 +175,13 @@ class Pipeline(PipelineState):
 
     # One step ------------------------------------------------------------------------------------
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Mapping[str, Tensor], program: PipelineProgram | None = None) -> Tensor:
         """Runs forward and backward of all microbatches and an optimizer step.
 
         Args:
             batch: the same whole batch on every rank.
+            program: the program to run, by default the first; schedules that do not flush run no
+                other.
 
         Returns:
             The mean of the microbatches' losses, a scalar, the same on every rank.
@@ -198,45 +194,48 @@ class Pipeline(PipelineState):
             RankFailedError: another rank failed.
         """
         check_trainable(any(module.loss is not None for module in self.modules))
-        part = self.peers.recorder.part
+        part, program = self.peers.recorder.part, program or self.main
         with self.watch, self.peers.recorder.step():
             with part(PHASE, "batch"):
                 options = self.update.options()
                 compared = options if self.update.compared else {}
-                inputs = self._prepare(self.main, batch, "step", compared)
+                inputs = self._prepare(program, batch, "step", compared)
                 self.update.begin(options)
-            run = self.graph or partial(self._flushed, self.row)
+            run: Callable[[Tensors], Results] = partial(self._flushed, program, program.row)
+            if self.graph is not None and program is self.main:
+                run = self.graph
             if self.continuous is not None:
                 first = self.placement.first
                 if first is None or self.update.check.steps > first[0]:
                     return self._continued(self.continuous, inputs)
-                run = partial(self._flushed, first[1][self.placement.row_of(self.rank)])
+                row = first[1][self.placement.row_of(self.rank)]
+                run = partial(self._flushed, program, row)
             loss, self.grad_norm = run(inputs)
             self.update.check.end(self._intake.differences)
         return loss
 
-    def _flushed(self, row: Row, inputs: Mapping[str, Tensor]) -> Results:
+    def _flushed(self, program: PipelineProgram, row: Row, inputs: Mapping[str, Tensor]) -> Results:
         """Runs a row that ends with an update of all stages; returns loss and norm."""
         part, losses, norm = self.peers.recorder.part, list[Tensor](), None
-        self.update.check.keep(self._written)
+        self.update.check.keep(program.written)
         self.update.forget()
-        for stage in self.stages.values():
+        for stage in program.stages.values():
             stage.forget()
             if stage.runtime.gradients is not None:
                 stage.runtime.gradients.drop()
-        with self._states(row) as enter:
-            played = self._played(self.main.post(), losses)
-            share = self.update.scale / self.placement.microbatches
-            played.begin(self.main.parts(inputs), 0, enter, lambda stage: share)
+        with program.random_states(row) as enter:
+            played = program.interpreter(program.post(), losses)
+            share = self.update.scale / program.placement.microbatches
+            played.begin(program.parts(inputs), 0, enter, lambda stage: share)
             for phase, actions in groupby(row, key=phase_of):
                 with part(PHASE, phase):
                     if phase == "microbatches":
                         for action in actions:
                             played.do(action)
                     elif phase == "gradients":
-                        self._synchronise(tuple(actions))
+                        self._synchronise(program, tuple(actions))
                     else:
-                        seen = self._seen(losses, inputs)
+                        seen = self._seen(program.share(losses), inputs)
                         total, norm = self.update.step(self._squares, seen)
             played.post.finish()
         return total.to(seen.loss.dtype), norm
@@ -251,7 +250,7 @@ class Pipeline(PipelineState):
             counted=kernel is not None,
         )
         assert kernel is not None
-        return CudaGraph(partial(self._flushed, self.row), kernel.refresh)
+        return CudaGraph(partial(self._flushed, self.main, self.row), kernel.refresh)
 
     def _continued(self, continuous: Continuous, inputs: Tensors) -> Tensor:
         """Runs one period of rows without flushes and returns the loss."""
@@ -259,30 +258,17 @@ class Pipeline(PipelineState):
         self._interpreter.results = losses_to(losses)
         # Equal generators stay equal, and ranks that are steps apart cannot compare them.
         alike = bool(continuous.ahead) and not continuous.filling
-        with self._states(self.row, alike) as enter, part(PHASE, "microbatches"):
-            parts = self.main.parts(inputs)
-            loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
+        main = self.main
+        with main.random_states(self.row, alike) as enter, part(PHASE, "microbatches"):
+            parts = main.parts(inputs)
+            loss = continuous.step(parts, enter, lambda: (main.share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
-        self._settle()
-        return torch.tensor(loss, dtype=self._share([]).dtype, device=self.device)
+        main.settle()
+        return torch.tensor(loss, dtype=main.share([]).dtype, device=self.device)
 
-    def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
-        """Returns an interpreter that appends this rank's losses to `losses`."""
-        played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
-        played.results = losses_to(losses)
-        return played
-
-    def _states(
-        self, row: Row, alike: bool = False
-    ) -> AbstractContextManager[Callable[[Action], None]]:
-        """Returns `random_states`; `alike` states that the generators of all ranks are equal."""
-        runtime = next(iter(self.stages.values())).runtime
-        count, everyone = self.placement.microbatches, None if alike else self.everyone
-        return random_states(row, self.modules, count, runtime, everyone)
-
-    def _synchronise(self, actions: Row) -> None:
+    def _synchronise(self, program: PipelineProgram, actions: Row) -> None:
         """Reduces gradients of consecutive sum actions, over replicas and then over copies."""
-        self._settle()
+        program.settle()
         for action in actions:
             gradients = self.stages[action.stage, action.copy].runtime.gradients
             if action.over != COPIES and gradients is not None:
@@ -293,10 +279,10 @@ class Pipeline(PipelineState):
             names = [name for action in copied for name in action.names]
             self.copies.add_up(names if named else ())
 
-    def _seen(self, losses: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Seen:
+    def _seen(self, share: Tensor, inputs: Mapping[str, Tensor]) -> Seen:
         """Returns this rank's observations of a step except for gradients."""
         return Seen(
-            self._share(losses),
+            share,
             inputs[TOKEN],
             inputs,
             self.peers.world,
@@ -304,18 +290,6 @@ class Pipeline(PipelineState):
             self._intake.differences,
             self._intake.gather,
         )
-
-    def _settle(self) -> None:
-        """Copies the buffers that the last microbatch computed into the stored ones."""
-        for stage in self.stages.values():
-            stage.writes.settle()
-
-    def _share(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns this rank's part of the mean of all microbatches' losses."""
-        if losses and any(stage.reports_loss for stage in self.stages.values()):
-            return torch.stack(list(losses)).sum() / self.placement.microbatches
-        (dtype,) = {m.outputs[m.loss][0] for m in self.modules if m.loss is not None}
-        return torch.zeros((), dtype=TORCH_DTYPES[dtype], device=self.device)
 
     def _add_up(self, part: Tensor) -> Tensor:
         """Sums a tensor over all ranks in place and returns it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from autopar.operators.interpret import TORCH_DTYPES, tensor_type
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import Part, local_types, part_of
 from autopar.runtime.generated import Generated
-from autopar.runtime.pipeline.interpreter import Interpreter
+from autopar.runtime.pipeline.interpreter import Interpreter, losses_to
 from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.routes import Placement, Routes
@@ -96,6 +97,36 @@ class PipelineProgram:
         """Returns a post for the messages of one step."""
         return Post(self.routes.ways, self.peers.rank, self.device, self.wires)
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Returns the buffers that a forward writes."""
+        return [s.named[key] for s in self.stages.values() for key in s.module.written]
+
+    def interpreter(self, post: Post, losses: list[Tensor]) -> Interpreter:
+        """Returns an interpreter that appends this rank's losses to `losses`."""
+        played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
+        played.results = losses_to(losses)
+        return played
+
+    def random_states(
+        self, row: Row, alike: bool = False
+    ) -> AbstractContextManager[Callable[[Action], None]]:
+        """Returns `random_states`; `alike` states that the generators of all ranks are equal."""
+        count, everyone = self.placement.microbatches, None if alike else self.peers.everyone
+        return random_states(row, self.modules, count, self._runtime, everyone)
+
+    def settle(self) -> None:
+        """Copies the buffers that the last microbatch computed into the stored ones."""
+        for stage in self.stages.values():
+            stage.writes.settle()
+
+    def share(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns this rank's part of the mean of all microbatches' losses."""
+        if losses and any(stage.reports_loss for stage in self.stages.values()):
+            return torch.stack(list(losses)).sum() / self.placement.microbatches
+        (dtype,) = {m.outputs[m.loss][0] for m in self.modules if m.loss is not None}
+        return torch.zeros((), dtype=TORCH_DTYPES[dtype], device=self.device)
+
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor]) -> Evaluated:
         """Returns the outputs, whole and on every rank; changes nothing.
@@ -111,10 +142,9 @@ class PipelineProgram:
                     _, shape, layout = stage.module.outputs[name]
                     found[name, action.microbatch] = stage.runtime.unshard(value, layout, shape)
 
-        runtime = self._runtime
-        count, post = self.placement.microbatches, self.post()
-        with random_states(row, self.modules, count, runtime, self.peers.everyone) as enter:
-            played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
+        post = self.post()
+        with self.random_states(row) as enter:
+            played = self.interpreter(post, [])
             played.begin(self.parts(inputs), 0, enter, lambda stage: 1.0)
             played.results = result
             for action in row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +31,27 @@ class Sums:
     parts: list[_Sum]
 
     @classmethod
-    def begin(cls, stage: Stage) -> Sums:
+    def begin(cls, stage: Stage, axes: Collection[str] = (), names: Collection[str] = ()) -> Sums:
         """Starts to reduce a stage's local gradients.
 
         Every parameter needs at most one all_reduce; `refusals.py` ensures that.
+
+        Args:
+            stage: whose gradients are reduced.
+            axes: of its mesh over which they are reduced; () for all.
+            names: keys of the parameters; () for all.
         """
         gradients = stage.runtime.gradients
         if gradients is not None:
             gradients.give_up()
         together: dict[tuple[str, ...], list[Weight]] = {}
+        chosen = {id(stage.updated[name]) for name in names}
         for weight in stage.weights.all:
-            if weight.updated.grad is not None:
-                axes = tuple(axis for hop in weight.path("reduce") for axis in hop.call.axes)
-                together.setdefault(axes, []).append(weight)
-        return cls([_begun(stage, axes, weights) for axes, weights in together.items()])
+            if weight.updated.grad is not None and (not names or id(weight.updated) in chosen):
+                every = [axis for hop in weight.path("reduce") for axis in hop.call.axes]
+                own = tuple(axis for axis in every if not axes or axis in axes)
+                together.setdefault(own, []).append(weight)
+        return cls([_begun(stage, own, weights) for own, weights in together.items()])
 
     def saved(self, stage: Stage, put: Put) -> Any:
         """Returns the completed sums and their parameters; see `under_way.py`."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from autopar.cost.collectives import algorithms
 from autopar.errors import CollectiveError
 from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms, directions
-from autopar.ir.collective import Collective, Resharder
+from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout, TensorType
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.group import Group

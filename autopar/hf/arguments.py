@@ -1,0 +1,67 @@
+"""Options of a session that follow from the arguments of a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import OptionError
+from autopar.session.keywords import CompileKeywords
+
+
+def options_of(trainer: Any) -> CompileKeywords:
+    """Returns the options of `autopar.compile` that the arguments of a Trainer ask for."""
+    args = trainer.args
+    decayed = frozenset(trainer.get_decay_parameter_names(trainer.model))
+
+    def decay(name: str, parameter: nn.Parameter) -> dict[str, float]:
+        return {"weight_decay": args.weight_decay if name in decayed else 0.0}
+
+    options: CompileKeywords = {"groups": decay}
+    if args.max_grad_norm > 0:
+        options["clip_norm"] = args.max_grad_norm
+    if args.bf16:
+        options["precision"] = "bf16"
+    if args.activation_checkpointing:
+        options["recompute"] = "full"
+    if args.torch_compile:
+        options["backend"] = "inductor"
+    return options
+
+
+def refuse_foreign_parallelism(trainer: Any) -> None:
+    """Raises OptionError if a Trainer was asked for what a session does itself."""
+    args = trainer.args
+    given = {
+        "deepspeed": (args.deepspeed, "leave it out: the plan shards the state"),
+        "fsdp": (args.fsdp, 'leave it out, or pass options={"state": "zero3"}'),
+        "fp16": (args.fp16, 'pass options={"precision": "fp16"} instead'),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor,
+            'pass options={"loss_fn": ...} with a smoothed loss',
+        ),
+        "compute_loss_func": (
+            trainer.compute_loss_func,
+            'pass options={"loss_fn": ...}, a function of the output and the labels',
+        ),
+        "neftune_noise_alpha": (
+            trainer.neftune_noise_alpha,
+            "leave it out: hooks on modules are no part of a captured program",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "leave it out: planning refuses a batch that does not fit",
+        ),
+        "optimizers": (
+            trainer.optimizer,
+            "set args.optim, or pass a subclass that overrides get_optimizer_cls_and_kwargs",
+        ),
+    }
+    for name, (value, todo) in given.items():
+        if value:
+            raise OptionError(
+                f"Trainer's {name} does not go with a session",
+                why="autopar's program does that part of the step itself",
+                todo=todo,
+            )

@@ -1,0 +1,177 @@
+"""Measures the algorithms of collectives side by side, for `cost/programs/choice.py`.
+
+All ranks run one call at a time, and it takes as long as its slowest rank. The algorithms and the
+library's call take turns, so that a disturbance of the machine meets all of them. After each round
+those that are clearly slower drop out, and the time goes to the rest (successive halving: Jamieson
+& Talwalkar, "Non-stochastic Best Arm Identification", AISTATS 2016).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.cost.calibration import Exchange, Timing
+from autopar.cost.programs.choice import KINDS, candidates
+from autopar.ir.chosen_algorithms import LIBRARY
+from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.clocks import timing
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.communication.group import Group
+from autopar.runtime.communication.measure import Progress, groups
+
+
+class Round(NamedTuple):
+    """One round of a comparison.
+
+    Attributes:
+        least: fewest runs of each algorithm.
+        seconds: for how long each is run at least, in at most `MOST` runs.
+        within: who is slower than the fastest median by more than this factor drops out.
+    """
+
+    least: int
+    seconds: float
+    within: float
+
+
+MOST = 100
+ROUNDS = (Round(1, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(7, 1.0, 1.0))
+QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The extent of a comparison.
+
+    Attributes:
+        payloads: bytes per device of each call.
+        rounds: in order.
+        over: sets of axes in mesh order; () for all.
+    """
+
+    payloads: tuple[int, ...]
+    rounds: tuple[Round, ...] = ROUNDS
+    over: tuple[tuple[str, ...], ...] = ()
+
+
+def compare(mesh: Mesh, device: torch.device, effort: Effort, progress: Progress) -> list[Exchange]:
+    """Returns the times of all algorithms of all collectives over all sets of axes.
+
+    All ranks of the mesh call it alike and get the same times. A call takes at most as long as a
+    larger one, since other load on the machine only slows calls down.
+
+    Args:
+        mesh: a mesh with as many devices as there are processes.
+        device: device of this process.
+        effort: the extent of the comparison.
+        progress: called for each call with its name, its number and the total.
+
+    Raises:
+        MeshError: the mesh and the number of processes differ.
+    """
+    comm, found = Communicator(mesh), list[Exchange]()
+    plan = list(itertools.product(effort.over or groups(mesh), KINDS))
+    total = len(plan) * len(effort.payloads)
+    for number, (axes, kind) in enumerate(plan):
+        larger: dict[str, float] = {}
+        for place, payload in enumerate(sorted(effort.payloads, reverse=True)):
+            name = f"algorithms of {kind} of {payload} bytes over {', '.join(axes)}"
+            progress(name, number * len(effort.payloads) + place + 1, total)
+            for one in compare_call(comm, device, effort, axes, kind, payload):
+                larger[one.by] = min(one.time.seconds, larger.get(one.by, math.inf))
+                found.append(replace(one, time=Timing(larger[one.by], one.time.spread)))
+    return found
+
+
+def compare_call(
+    comm: Communicator,
+    device: torch.device,
+    effort: Effort,
+    axes: tuple[str, ...],
+    kind: str,
+    payload: int,
+) -> list[Exchange]:
+    """Returns the times of the library's call and of every algorithm for one payload."""
+    names = [LIBRARY, *candidates(kind, tuple(comm.mesh.axis_size(name) for name in axes))]
+    count = comm.group(axes).size
+    x = torch.zeros(max(payload // 4 // count, 1) * count, device=device)
+    runs = {by: prepared(comm.group(axes, by), kind, x) for by in names}
+    samples = race(comm.group(comm.mesh.names), device, effort.rounds, runs)
+    return [
+        Exchange(kind, axes, float(x.nbytes), timing(found), by) for by, found in samples.items()
+    ]
+
+
+def race(
+    everyone: Group,
+    device: torch.device,
+    rounds: Sequence[Round],
+    runs: Mapping[str, Callable[[], object]],
+    kept: Collection[str] = (),
+) -> dict[str, list[float]]:
+    """Returns the seconds of the slowest rank in all runs of each call.
+
+    Args:
+        everyone: all ranks.
+        device: device of this rank.
+        rounds: of the comparison.
+        runs: the calls by name.
+        kept: those that never drop out.
+    """
+    clock = partial(_slowest, everyone, device)
+    first = {name: clock(run) for name, run in runs.items()}  # opens connections
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    racing = list(runs)
+    for least, seconds, within in rounds:
+        fastest = min(_middle(samples[name]) or first[name] for name in racing)
+        for _ in range(max(least, min(round(seconds / fastest), MOST))):
+            for name in racing:
+                samples[name].append(clock(runs[name]))
+        most = within * min(_middle(samples[name]) for name in racing)
+        racing = [name for name in racing if name in kept or _middle(samples[name]) <= most]
+    return samples
+
+
+def _middle(values: Sequence[float]) -> float:
+    return timing(values).seconds if values else 0.0
+
+
+def _slowest(everyone: Group, device: torch.device, call: Callable[[], object]) -> float:
+    """Returns the seconds of a call on its slowest rank; all begin together."""
+    now = torch.zeros(1, dtype=torch.float64, device=device)
+    everyone.maximum(now)
+    _wait(device)
+    began = time.perf_counter()
+    call()
+    _wait(device)
+    now.fill_(time.perf_counter() - began)
+    return float(everyone.maximum(now))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def prepared(group: Group, kind: str, x: Tensor) -> Callable[[], object]:
+    """Returns a call with a payload of x on each rank, whose buffers exist."""
+    sent, channel = x.clone(), group.calls
+    if kind == "all_reduce":
+        return lambda: channel.all_reduce(sent)
+    if kind == "all_gather":
+        out = x.new_empty(group.size * x.numel())
+        return lambda: channel.all_gather(out, sent)
+    if kind == "reduce_scatter":
+        part = x.new_empty(x.numel() // group.size)
+        return lambda: channel.reduce_scatter(part, sent)
+    taken = torch.empty_like(x)
+    return lambda: channel.all_to_all(taken, sent)

@@ -1,0 +1,147 @@
+"""Trainer on a session, judged by `transformers.Trainer` on one process and the same batches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from autopar.errors import OptionError
+from autopar.hf import Trainer
+from tests.support.ranks import run_ranks
+
+LINE = "cpu: gpu=2 @1TB/s 1ns"
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Rows of random tokens, of which some at the end count for nothing."""
+
+    def __init__(self, rows: int) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(0, 96, (rows, 16), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        labels = self.tokens[row].clone()
+        labels[16 - row % 5 :] = -100
+        return {"input_ids": self.tokens[row], "labels": labels}
+
+
+class Plain(transformers.Trainer):
+    """Trainer on one process, with the order of the data that sessions have."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        sampler = DistributedSampler(
+            self.train_dataset, num_replicas=1, rank=0, seed=self.args.seed
+        )
+
+        class Epoch(transformers.TrainerCallback):
+            def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                sampler.set_epoch(round(state.epoch or 0))
+
+        self.add_callback(Epoch())
+        return sampler
+
+
+def model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def arguments(folder: Path, batch: int, **more: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(folder), "per_device_train_batch_size": batch,
+            "per_device_eval_batch_size": batch, "max_steps": 6, "logging_steps": 1,
+            "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "use_cpu": True,
+            "report_to": [], "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 3,
+            "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.5,
+            "lr_scheduler_type": "linear", **more,
+        }
+    )  # fmt: skip
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    return [
+        float(row[name])
+        for row in trainer.state.log_history
+        for name in ("loss", "eval_loss", "grad_norm")
+        if name in row
+    ]
+
+
+def trained(kind: type, folder: Path, batch: int, **more: Any) -> transformers.Trainer:
+    made = model()
+    options = more.pop("options", {})
+    mesh = {"mesh": LINE, "options": options} if kind is Trainer else {}
+    trainer = kind(
+        model=made,
+        args=arguments(folder, batch, **more),
+        train_dataset=Texts(18),
+        eval_dataset=Texts(8),
+        **mesh,
+    )
+    return trainer
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    whole = trained(Trainer, Path(folder) / "run", 2)
+    whole.train()
+    kept = {k: v.clone() for k, v in whole.model.state_dict().items()}
+    resumed = trained(Trainer, Path(folder) / "run", 2)
+    resumed.train(resume_from_checkpoint=str(Path(folder) / "run" / "checkpoint-3"))
+    accumulated = trained(Trainer, Path(folder) / "more", 1, gradient_accumulation_steps=2)
+    accumulated.train()
+    return {
+        "losses": losses(whole), "weights": kept, "resumed": losses(resumed),
+        "accumulated": [row["loss"] for row in accumulated.state.log_history if "loss" in row],
+        "files": {file.name for file in (Path(folder) / "run" / "checkpoint-6").iterdir()},
+        "predicted": whole.predict(Texts(8)).predictions,
+    }  # fmt: skip
+
+
+def test_it_trains_as_on_one_process(tmp_path: Path) -> None:
+    first, *_ = run_ranks(on_ranks, str(tmp_path), count=2)
+    plain = trained(Plain, tmp_path / "plain", 4)
+    plain.train()
+    # Trainer logs sums in float32; the weights are float64.
+    torch.testing.assert_close(first["losses"], losses(plain), rtol=1e-6, atol=1e-6)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(first["weights"][name], value, rtol=1e-9, atol=1e-12)
+    assert first["resumed"] == first["losses"]
+    steps = [row["loss"] for row in plain.state.log_history if "loss" in row]
+    torch.testing.assert_close(first["accumulated"], steps, rtol=1e-6, atol=1e-6)
+    assert {"autopar", "config.json", "model.safetensors", "trainer_state.json"} <= first["files"]
+    wanted = plain.predict(Texts(8)).predictions
+    torch.testing.assert_close(first["predicted"], wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ({"fp16": True, "use_cpu": False}, '"precision": "fp16"'),
+        ({"label_smoothing_factor": 0.1}, "loss_fn"),
+        ({"auto_find_batch_size": True}, "leave it out"),
+    ],
+)
+def test_what_a_session_does_itself_is_refused(
+    tmp_path: Path, given: dict[str, Any], answer: str
+) -> None:
+    with pytest.raises(OptionError, match=answer):
+        trained(Trainer, tmp_path, 2, **given)

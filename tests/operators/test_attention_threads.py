@@ -1,0 +1,122 @@
+"""Forms of attention on threads: parity with torch's own, and the calls that they make.
+
+All kinds of masks, and heads as in cross attention and DeepSeek's latent attention, on two to five
+devices, whose parts have unequal lengths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.intra_op.proofs.thread_ranks import ThreadDevice, on_all_devices
+from autopar.ir.mesh import Mesh
+from tests.operators.test_attention_forms import SHAPES, Shape, draw, whole
+
+LATENT = Shape((4, 4), (19, 19), (6, 3), "causal")  # widths of keys and values as in MLA
+CASES = {
+    **SHAPES,
+    "latent": LATENT,
+    "latent, documents": Shape((4, 4), (19, 19), (6, 3), "documents"),
+}
+FORMS = ("gathered", "ring", "zigzag")
+
+
+def on_device(
+    device: ThreadDevice, form: str, shape: Shape
+) -> tuple[list[Tensor], Counter[str], tuple[tuple[int, int], ...]]:
+    """This device's parts of the result and of the gradients, and its calls."""
+    tensors, mask, given = draw(shape)
+    peers: Any = device.group("x")
+    own = [peers.own(x.shape[-2]) for x in tensors]
+    inputs = [
+        x.narrow(-2, *run).clone().requires_grad_() for x, run in zip(tensors, own, strict=True)
+    ]
+    if mask is not None:
+        mask = (mask.narrow(-2, *own[0]) if mask.shape[-2] > 1 else mask).clone()
+        inputs += [mask.requires_grad_()] if mask.is_floating_point() else []
+    calls = Counter[str]()
+    for name in ("deal", "stack", "sum_parts"):
+        object.__setattr__(peers, name, _counted(getattr(peers, name), calls, name))
+    device.group = lambda axes: peers  # type: ignore[method-assign]
+    how = {"is_causal": shape.causal, "enable_gqa": shape.heads[0] != shape.heads[1]}
+    masks = [] if mask is None else [mask]
+    out = getattr(device, f"{form}_attention")(
+        *inputs[:3], *masks, axis="x", size=shape.lengths, **how
+    )
+    forward = Counter(calls)
+    found = torch.autograd.grad(out, inputs, given.narrow(-2, *own[0]))
+    calls["forward"] = sum(forward.values())
+    return [out.detach(), *found], calls, tuple(own)
+
+
+def _counted(call: Any, calls: Counter[str], name: str) -> Any:
+    def run(*args: Any) -> Any:
+        calls[name] += 1
+        return call(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_parts_are_those_of_the_whole(count: int) -> None:
+    for name, shape in CASES.items():
+        expected = whole(shape)
+        for form in FORMS:
+            if form == "zigzag" and not shape.causal:
+                continue
+            devices = on_all_devices(
+                Mesh.parse(f"cpu: x={count}"),
+                lambda rank, device, form=form, shape=shape: on_device(device, form, shape),
+            )
+            for tensors, calls, own in devices:
+                runs = (own[0], own[0], own[1], own[2], own[0])
+                for found, known, run in zip(tensors, expected, runs, strict=False):
+                    part = known.narrow(-2, *run) if known.shape[-2] > 1 else known
+                    label = f"{form} of {name} on {count}"
+                    torch.testing.assert_close(found, part, rtol=1e-9, atol=1e-9, msg=label)
+                check_calls(form, calls, count)
+
+
+def check_calls(form: str, calls: Counter[str], n: int) -> None:
+    """At most as many as torch's context parallelism makes, see its `_attention.py`.
+
+    Rotated by all_to_all: n - 1 forward and 3 n - 2 in all; gathered: one all_gather forward, one
+    and n all_to_all backward. Two devices cannot deal queries out and results back in one call.
+    """
+    forward, every = calls["forward"], calls.total() - calls["forward"]
+    if form == "gathered":
+        assert calls["stack"] == 2
+        assert calls["sum_parts"] + calls["deal"] <= n
+        assert forward == 1
+    else:
+        assert forward <= (max(n - 1, 2) if form == "zigzag" else n - 1)
+        assert every <= 3 * n - 2
+
+
+def test_the_zigzag_order_sends_bytes_where_dtypes_differ() -> None:
+    """In bfloat16, keys and their gradients in float32 travel in one call."""
+    shape = Shape((4, 2), (21, 21), mask="causal")
+    expected = whole(shape)
+
+    def on_one(rank: int, device: ThreadDevice) -> list[Tensor]:
+        tensors, _, given = draw(shape)
+        peers = device.group("x")
+        start, count = peers.own(21)
+        inputs = [x.narrow(-2, start, count).bfloat16().requires_grad_() for x in tensors]
+        out = device.zigzag_attention(
+            *inputs, axis="x", size=(21, 21), is_causal=True, enable_gqa=True
+        )
+        own = given.narrow(-2, start, count).bfloat16()
+        return [out.detach(), *torch.autograd.grad(out, inputs, own)]
+
+    parts = on_all_devices(Mesh.parse("cpu: x=5"), on_one)
+    for place, known in enumerate(expected):
+        found = torch.cat([part[place] for part in parts], -2)
+        assert found.dtype == torch.bfloat16
+        error = (found.double() - known).norm() / known.norm()
+        assert error < 0.02
