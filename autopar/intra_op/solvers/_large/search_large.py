@@ -18,8 +18,8 @@ from autopar.intra_op.solvers._search import Relaxation, Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
 MANY = 400_000  # pairs of choices that the bound leaves, above which they are not tried either
-PAIRS = 6.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
-VISITS = 1.0e8  # pairs per second of kicks
+PAIRS = 9.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
+VISITS = 1.5e8  # pairs per second of kicks
 BALL = 25  # matrices visited by a kick, on average
 DRIFT = 0.01  # longest change of the prices between two looks at the clock, as a logarithm
 FULL = 0.998  # share of the limit that they aim at, since kicks keep within it
