@@ -1,6 +1,6 @@
 """Runs solvers on the instances of the contest: `python benchmarks/solvers.py --dir DIR`.
 
-With `--only` and `--runs`, the results of other solvers and runs are kept.
+With `--only`, `--runs` and `--limit`, the results of other instances, runs and limits are kept.
 
 DIR contains files `*-NAME.json.gz`. Published costs and time limits are read from `published.json`
 next to DIR; without it, those columns stay empty. Every run is a process of its own, whose seconds
@@ -31,9 +31,9 @@ from benchmarks.harness import PICTURES, child, write
 
 RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
-KEYS = ("instance", "solver", "seed")
+KEYS = ("instance", "solver", "seed", "limit_s")
 COLUMNS = (
-    *KEYS, "limit_s", "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
+    *KEYS, "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
     "processor_s", "peak_gib", "cost", "bound", "feasible", "gap", "peak_of_limit", "error",
 )  # fmt: skip
 
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--only", default="", help="letters of instances, such as ABP")
     parser.add_argument("--runs", default=",".join(RUNS), help="solver:seed, separated by commas")
+    parser.add_argument("--limit", type=float, help="seconds; the contest's by default")
     parser.add_argument("--measure", nargs=4, metavar=("FILE", "SOLVER", "LIMIT", "SEED"))
     options = parser.parse_args()
     if options.measure:
@@ -94,7 +95,7 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         facts = published.get(name, {})
-        limit = float(facts.get("timeout_s", DEFAULT_LIMIT))
+        limit = options.limit or float(facts.get("timeout_s", DEFAULT_LIMIT))
         for wanted in options.runs.split(","):
             solver, _, seed = wanted.partition(":")
             seed = seed or "0"
