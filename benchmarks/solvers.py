@@ -145,6 +145,8 @@ def drawn(traces: list[dict[str, Any]], published: dict[str, dict[str, Any]]) ->
     parts = []
     for k, name in enumerate(names):
         rows = [row for row in traces if row["instance"] == name and row["cost"]]
+        longest = max((float(row["limit_s"]) for row in rows), default=0.0)
+        rows = [row for row in rows if float(row["limit_s"]) == longest]
         best = min([row["cost"] for row in rows], default=1.0)
         best = min(best, published.get(name, {}).get("best_known_cost", best))
         left, top = MARGIN + (k % 3) * (WIDTH + 30), 30 + (k // 3) * (HEIGHT + 50)
