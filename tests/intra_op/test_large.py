@@ -78,8 +78,8 @@ def test_the_search_on_large_problems_comes_near_the_optimum(
     """With the border set to nothing, small problems take the path of large ones."""
     for module in ("ilp", "auto"):
         monkeypatch.setattr(f"autopar.intra_op.solvers.{module}.LARGE", 0)
-    for problem, best in solved:
-        found = solve(problem, solver, time_limit=2.0, seed=3)
+    for problem, best in solved[:2]:
+        found = solve(problem, solver, time_limit=0.7, seed=3)
         assert evaluate(problem, found).feasible
         assert found.bound <= best.objective <= found.objective <= 1.02 * best.objective
 
@@ -91,6 +91,6 @@ def test_the_same_seed_gives_the_same_choice(
     monkeypatch.setattr(ilp, "LARGE", 0)
     monkeypatch.setattr("autopar.intra_op.solvers._search.time.perf_counter", lambda: 0.0)
     problem, _ = solved[0]
-    found = [solve(problem, "ilp", time_limit=0.2, seed=1) for _ in range(2)]
+    found = [solve(problem, "ilp", time_limit=0.5, seed=1) for _ in range(2)]
     assert found[0].choice == found[1].choice
     assert found[0].ended == "work"

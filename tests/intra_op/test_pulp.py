@@ -31,7 +31,7 @@ def test_names_and_constraints_are_those_of_the_docstring() -> None:
     )
     problem = Problem("p", nodes, (Edge(0, 1, [[3.0, 1.0], [0.0, 1.0]]),), 5.0)
     lp = Stated(problem).lp
-    assert set(lp.constraints) == {
+    assert {constraint.name for constraint in lp.constraints()} == {
         "one_choice_up_proj", "one_choice_relu_0", "follows_up_proj_relu_0_0_0",
         "follows_up_proj_relu_0_0_1", "leads_up_proj_relu_0_0_0", "memory_1",
     }  # fmt: skip

@@ -278,7 +278,7 @@ def test_discovery_and_unknown_solvers() -> None:
     assert {"brute_force", "greedy", "ilp"} <= set(solvers())
     with pytest.raises(ProblemError, match="'simplex'") as caught:
         solve(loose(0), "simplex")
-    assert "brute_force, greedy, ilp" in str(caught.value)
+    assert "brute_force, elimination, greedy, ilp" in str(caught.value)
 
 
 def test_brute_force_refuses_what_is_too_large() -> None:

@@ -20,6 +20,7 @@ LARGE = 1_500  # nodes of a core above which integer programs are not tried
 MANY = 400_000  # pairs of choices that the bound leaves, above which they are not tried either
 PAIRS = 9.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
 VISITS = 1.5e8  # pairs per second of kicks
+STEP, KICK = 50_000, 500  # pairs that take the time of a step's and of a kick's other work
 BALL = 25  # matrices visited by a kick, on average
 DRIFT = 0.01  # longest change of the prices between two looks at the clock, as a logarithm
 FULL = 0.998  # share of the limit that they aim at, since kicks keep within it
@@ -89,9 +90,8 @@ def _price(search: Search, best: _Best) -> None:
     """Changes the prices of memory, and offers the choices that they lead to."""
     multipliers = best.multipliers
     best.offer(multipliers.fitted(multipliers.lightest()))
-    progress = Progress(
-        search, PRICES, PRICES, PAIRS / (len(search.core.matrix) + len(search.core.cost))
-    )
+    pairs = STEP + len(search.core.matrix) + len(search.core.cost)
+    progress = Progress(search, PRICES, PRICES, PAIRS / pairs)
     while progress.share() < WARM:
         multipliers.choose()
         progress.done += 1
@@ -118,7 +118,8 @@ def _kick(search: Search, best: _Best, choice: Ints) -> None:
     cost = multipliers.cost()
     walk = Walk(multipliers.space, usage(moves, choice), cost, choice.copy(), choice.copy())
     record = best.price - core.total
-    visits = BALL * (len(core.matrix) / max(len(core.ends), 1) + len(core.cost) / core.nodes)
+    area = len(core.matrix) / max(len(core.ends), 1) + len(core.cost) / core.nodes
+    visits = KICK + BALL * area
     progress = Progress(search, WALK, 1.0, VISITS / visits)
     chunk = int(np.ceil(LOOK * VISITS / visits))
     while (share := progress.share()) < 1 and not search.done:
