@@ -361,4 +361,5 @@ def _solver_line(plan: StagePlan) -> str:
     extra = "".join(f"; {blocks} recomputes {how}" for blocks, how in plan.recompute.items())
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
-    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
+    ended = f", ended by {run.ended}" if run.ended in ("work", "time") else ""
+    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{ended}{extra}"

@@ -222,4 +222,5 @@ def report(problem: Problem, solution: Solution) -> SolverReport:
         solution.left,
         solution.gap,
         round(solution.seconds, 3),
+        solution.ended,
     )
