@@ -30,6 +30,7 @@ from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
@@ -121,6 +122,9 @@ class PlanKeywords(AverageKeywords, total=False):
             other axes pass the same part. See `Session.data_rank`.
         expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
             "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
+        execution: how the system runs the kernels, for prices and memory: "compiled=blocks merged
+            loss=steps host=compiled optimizer=28"; see `autopar/ir/executed/execution.py`. By
+            default every operator is a kernel.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
@@ -151,6 +155,7 @@ class PlanKeywords(AverageKeywords, total=False):
     collectives: str | Sequence[str] | None
     batches: str
     expert_load: str
+    execution: str | Execution
     outer: Outer | str | None
     on_loss: str | None
     trace: str | Path | None
@@ -223,6 +228,7 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "expert_load": Text(2**20),
+    "execution": Or((_WORD, Of((Execution,), "an autopar.Execution"))),
     "backend": _WORD,
     "batches": _WORD,
     "on_nonfinite": _WORD,
@@ -240,7 +246,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None, "evaluate": None, "on_loss": None,
+    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
 }  # fmt: skip
 
 
@@ -309,6 +315,7 @@ def planning_options(
         fuse=fuse,
         offload=options["offload"] or "none",
         batches=_batches(plan, options["batches"]),
+        execution=Execution.read(options["execution"]),
         collectives=_collectives(plan, options["collectives"]),
         update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
     )
