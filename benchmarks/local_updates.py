@@ -154,6 +154,7 @@ def picture() -> None:
         for column, optimizer in enumerate(OPTIMIZERS):
             axis = axes[row][column]
             if (data, optimizer, PARALLEL, 1) not in means:  # a part that has not run
+                axis.set_axis_off()
                 continue
             alone = means[data, optimizer, PARALLEL, 1]
             axis.axhline(alone, color="#444444", linestyle="--", label=PARALLEL)
@@ -162,7 +163,8 @@ def picture() -> None:
                 dotted = "," in name
                 axis.plot(TAUS, losses, ":" if dotted else "-", marker="x" if dotted else "o",
                           markersize=4, color=colour, label=name)  # fmt: skip
-            axis.set(xscale="log", yscale="log", title=f"{data}, {optimizer}")
+            scale = "log" if alone < 0.1 else "linear"
+            axis.set(xscale="log", yscale=scale, title=f"{data}, {optimizer}")
             axis.set_xticks(TAUS, [str(tau) for tau in TAUS])
             axis.minorticks_off()
             if row == len(DATA) - 1:
