@@ -97,8 +97,8 @@ for each in caching.CompileResultCacheImpl._locator_classes:
 
 
 LOOPS = """
-import autopar.intra_op.solvers._moves, autopar.intra_op.solvers._trws, autopar.inter_op.schedule_time
-import autopar.inter_op.dynamic_program, autopar.intra_op.reduce.run
+import autopar.intra_op.solvers._moves, autopar.intra_op.solvers._trws
+import autopar.inter_op.schedule_time, autopar.inter_op.dynamic_program, autopar.intra_op.reduce.run
 from autopar.loops import entry
 assert entry(lambda x: x + 1)(1) == 2
 """
