@@ -14,8 +14,8 @@ simulation of the same rows.
 network namespaces with a link of that rate, on which a message is timed in the same run. It needs
 root, ip and tc.
 
-`python benchmarks/asynchronous.py convergence --data digits` trains on one of the data, and keeps the
-other's rows of the CSV.
+`python benchmarks/asynchronous.py convergence --data digits` trains on one of the data, and keeps
+the other's rows of the CSV.
 
 `python benchmarks/asynchronous.py --table` prints the tables of docs/results.
 """

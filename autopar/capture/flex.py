@@ -35,9 +35,10 @@ def flex_traced() -> Iterator[None]:
     """Returns a context in which this thread's trace has FlexAttention by its operators."""
     thread = threading.get_ident()
     functions: tuple[Any, ...] = (flex.flex_attention, flex.create_block_mask)
+    ours_of: tuple[Any, ...] = (_attention, _block_mask)
     codes = [function.__code__ for function in functions]
     for function, ours, stand_in in zip(
-        functions, (_attention, _block_mask), (_flex_attention, _create_block_mask), strict=True
+        functions, ours_of, (_flex_attention, _create_block_mask), strict=True
     ):
         _CHOICES[function.__name__] = _choice(thread, ours, _copy(function))
         function.__code__ = stand_in.__code__

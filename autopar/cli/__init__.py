@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import click
 
-from autopar.cli.common.group import Group
+from autopar.cli.common.command_group import Group
 
 
 @click.group(cls=Group, package=__name__)

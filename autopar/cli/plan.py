@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -257,14 +258,21 @@ def command(
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        print_out(render_summary(explanation), "", render_parameters(explanation))
-        print_out(*render_fused(best.fused))
-        say("\n".join([_solver_line(best), *([rounds.text()] if rounds else [])]))
-        _warn_whole(explanation)
+        _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
+    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+    print_out(render_summary(explanation), "", render_parameters(explanation))
+    print_out(*render_fused(best.fused))
+    say("\n".join([_solver_line(best), *further]))
+    if explanation.whole:
+        names = ", ".join(f"%{name}" for name in explanation.whole)
+        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
 
 
 def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
@@ -340,9 +348,3 @@ def _solver_line(plan: StagePlan) -> str:
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
     return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
-
-
-def _warn_whole(explanation: Explanation) -> None:
-    if explanation.whole:
-        names = ", ".join(f"%{name}" for name in explanation.whole)
-        say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

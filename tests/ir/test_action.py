@@ -13,6 +13,8 @@ from autopar.ir.action import (
     COPIES,
     ENDING,
     SYNC,
+    SYNC_AWAIT,
+    SYNC_BEGIN,
     TRANSFER,
     Action,
     format_row,

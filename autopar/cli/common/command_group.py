@@ -17,6 +17,7 @@ import click
 
 from autopar.errors import AutoparError, ProgramError
 
+_COMMANDS = ("click.command", "click.group")
 INTERRUPTED = 130  # exit status of a program that Ctrl-C ended, as a shell gives it
 
 
@@ -29,7 +30,7 @@ class Entry(NamedTuple):
 
 
 class Group(click.Group):
-    """A group of the commands that the modules of a package define by `click.command(name)`.
+    """A group of the commands that a package's modules define by `click.command` or `click.group`.
 
     The list of commands comes from the modules' text; a module is imported when its command runs.
     Prints autopar's errors in red and exits with status 2, with 130 after Ctrl-C.
@@ -106,5 +107,5 @@ def _entries(package: str) -> Iterator[tuple[str, Entry]]:
 def _named(function: ast.FunctionDef) -> Iterator[str]:
     """Yields the name of the command that a function is, if it is one."""
     for each in function.decorator_list:
-        if isinstance(each, ast.Call) and ast.unparse(each.func) == "click.command" and each.args:
+        if isinstance(each, ast.Call) and ast.unparse(each.func) in _COMMANDS and each.args:
             yield ast.literal_eval(each.args[0])
