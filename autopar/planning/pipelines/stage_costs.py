@@ -3,7 +3,6 @@
 The intra-op solver plans a range as a graph of its own. Of a run of equal blocks only two are
 planned: a folded problem is linear in their number, so longer ranges on the same sub-mesh are
 priced by scaling it, which takes milliseconds.
-
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
 in flight, a plan needs parameters, gradients, optimizer state and f times its saved activations.
