@@ -68,8 +68,7 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         """Takes samples."""
         while not self._ended.wait(EVERY):
-            frame = sys._current_frames().get(self._watched)
-            self._see(_names(frame), time.perf_counter() - self._began)
+            self._see(_names(self._watched), time.perf_counter() - self._began)
 
     def stop(self) -> None:
         """Ends the last slices."""
@@ -99,9 +98,13 @@ class Sampler(threading.Thread):
         self._stack[same:] = [(name, now) for name in names[same:]]
 
 
-def _names(frame: FrameType | None) -> list[str]:
-    """Returns the functions of autopar on a stack, outermost first; imports are one function."""
+def _names(thread: int) -> list[str]:
+    """Returns the functions of autopar on a thread's stack, outermost first; imports are one.
+
+    No frame is kept, nor the values in it, which a trace of a model would find still in use.
+    """
     names: list[str] = []
+    frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_HOME) and code.co_name != "<module>":
