@@ -138,7 +138,8 @@ def picture() -> None:
     """Draws the loss of the last block over tau, for every method, data and optimizer."""
     import matplotlib
 
-    matplotlib.use("agg")
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = PREFIX  # the same file from the same rows
     from matplotlib import pyplot
 
     means = final()
@@ -174,7 +175,7 @@ def picture() -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     path = PICTURES / f"{PREFIX}.svg"
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     print(path)
 
 

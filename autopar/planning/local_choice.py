@@ -15,7 +15,6 @@ from autopar.capture.capture import Captured
 from autopar.errors import BatchError, CostError, InfeasibleError, OptionError
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.ir.graph import Graph
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
