@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from autopar.capture.advice import explain
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.cast import computing_in
-from autopar.capture.flex import flex_traced
 from autopar.capture.full_losses import losses_in_float32
 from autopar.capture.lowering import Lowering
+from autopar.capture.stand_ins.flex import flex_traced
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
 from autopar.capture.watch import State, Watch, changed, innermost, refuse_hooks

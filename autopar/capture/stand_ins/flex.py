@@ -52,14 +52,14 @@ def flex_traced() -> Iterator[None]:
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Its code runs as that of torch's function, with the names of torch's module."""
-    from autopar.capture.flex import called
+    from autopar.capture.stand_ins.flex import called
 
     return called("flex_attention", *args, **kwargs)
 
 
 def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
     """Its code runs as that of torch's function, with the names of torch's module."""
-    from autopar.capture.flex import called
+    from autopar.capture.stand_ins.flex import called
 
     return called("create_block_mask", *args, **kwargs)
 
