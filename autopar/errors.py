@@ -182,7 +182,7 @@ class ProblemError(AutoparError):
     >>> find("simplex")
     Traceback (most recent call last):
     autopar.errors.ProblemError: there is no solver 'simplex'
-      why:  the solvers are auto, brute_force, greedy, ilp, local_search, propagate
+      why:  the solvers are annealing, auto, brute_force, ...
       todo: name one of these
     """
 

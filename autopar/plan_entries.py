@@ -165,6 +165,7 @@ class SolverReport:
         left: number of nodes that reductions left; None if none ran.
         gap: proven relative gap to the optimum.
         seconds: of the search.
+        ended: what ended it: "proof", "work" or "time"; only time depends on the machine.
     """
 
     name: str = ""
@@ -172,17 +173,19 @@ class SolverReport:
     left: int | None = None
     gap: float = 0.0
     seconds: float = 0.0
+    ended: str = ""
 
     def table(self) -> dict[str, str | float]:
         """Returns the fields by name; empty for a plan that was not searched for."""
-        return {k: v for k, v in vars(self).items() if v is not None} if self.name else {}
+        given = {k: v for k, v in vars(self).items() if v not in (None, "")}
+        return given if self.name else {}
 
     @classmethod
     def from_table(cls, table: Any) -> SolverReport:
         """Parses the entry `solver` of a plan file; raises PlanError naming what is wrong."""
         checks: dict[str, tuple[Check, Any]] = {
             "name": (Text(), ""), "nodes": (Whole(), 0), "left": (Whole(), None),
-            "gap": (Number(), 0.0), "seconds": (Number(), 0.0),
+            "gap": (Number(), 0.0), "seconds": (Number(), 0.0), "ended": (Text(), ""),
         }  # fmt: skip
         return cls(**_entries("solver", table, checks))
 

@@ -21,11 +21,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.device_work import CHUNK
-from autopar.operators.exchange import across
+from autopar.operators.exchange import across, exchanged
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import by_name, rows_near
+from autopar.operators.mixture import by_name, dispatch_axes, rows_near
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {
@@ -178,6 +178,8 @@ def recipe(
     if rows:
         scratch, backward = _mixture_scratch(by_name(node, types), rows, gradients, mesh)
         scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
+        there, back = _dispatched(node, types, into, mesh, form)
+        scratch, backward = scratch + there, backward + back
     if node.op == "aten.dropout" and not accelerator:
         # A CPU first draws the mask of the whole tensor: ones, noise and their comparison.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
@@ -221,6 +223,22 @@ def _mixture_scratch(
     scaled = wide * DTYPE_BYTES[types["weights"].dtype] / DTYPE_BYTES[types["x"].dtype]
     given = sum(size for size in gradients if size > 0)
     return scaled, max(3 * scaled - given, 2 * narrow - given, 0.0)
+
+
+def _dispatched(
+    node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh, form: str
+) -> tuple[float, float]:
+    """Returns the bytes of tokens that travel to experts, forwards and backwards.
+
+    Those that arrive in a hop stay until its results leave; forwards what is sent in one hop is
+    beside them. Backwards the gradients of results arrive, and those of tokens leave later.
+    """
+    if not dispatch_axes(node, into):
+        return 0.0, 0.0
+    sides = exchanged(node, types, into, mesh, form)
+    hops = len(sides[1]) // 2 or len(sides[0]) // 3
+    arrived = [call.nbytes for call in sides[0][1 : 2 * hops : 2]]
+    return float(sum(arrived) + max(arrived)), float(sum(c.nbytes for c in sides[1][:hops]))
 
 
 def _backward_scratch(

@@ -39,8 +39,9 @@ def with_simulated(
     """
     if not is_trained(graph):
         return plan
+    counted = plan if repeated is None else replace(plan, microbatches=repeated.in_update)
     settings = settings_on(plan.mesh.device, graph.execution)
-    step = tasks(graph, plan, works(graph, plan, known), prices, settings)
+    step = tasks(graph, counted, works(graph, counted, known), prices, settings)
     model, slowdown = AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown
     timeline, predicted = run(step, model, slowdown), plan.predicted
     peak = timeline.memory.peak
@@ -48,7 +49,7 @@ def with_simulated(
         left = after_forward(step)
         trained = {n.name for n in graph.leaves("param") if n.requires_grad}
         fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-        peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, plan)
+        peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
     elif graph.execution != AS_WRITTEN:
         updated, waiting = timeline.phases.get("optimizer", 0.0), 0.0
         if settings.host is not None:

@@ -37,7 +37,7 @@ from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
 from autopar.planning.options import AUTO, GLOBAL, Options
-from autopar.runtime.outer.local_updates import ANCHOR, AVERAGE
+from autopar.runtime.outer.method import ANCHOR, AVERAGE
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
@@ -129,6 +129,8 @@ class PlanKeywords(AverageKeywords, total=False):
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
             part of a batch. A given plan states its own method.
+        on_loss: with `outer`, "continue" leaves a replica of which a rank is lost out of the
+            averages, with a warning; "error", the default, stops all. It is part of `outer`.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -155,6 +157,7 @@ class PlanKeywords(AverageKeywords, total=False):
     expert_load: str
     execution: str | Execution
     outer: Outer | str | None
+    on_loss: str | None
     trace: str | Path | None
 
 
@@ -234,6 +237,7 @@ _CHECKS: dict[str, Check] = {
     "shapes": Whole(1, 2**10),
     "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
+    "on_loss": Or((NOTHING, _WORD)),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -242,7 +246,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None,
+    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
 }  # fmt: skip
 
 
@@ -313,7 +317,7 @@ def planning_options(
         batches=_batches(plan, options["batches"]),
         execution=Execution.read(options["execution"]),
         collectives=_collectives(plan, options["collectives"]),
-        update=update if outer is None else method_of(outer).beside(update),
+        update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
     )
 
 
@@ -341,7 +345,10 @@ def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None
         OptionError: a text cannot be read.
         PlanMismatchError: the plan has another method.
     """
-    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    options = {**DEFAULTS, **given}
+    wanted = Outer.read(options["outer"])
+    if wanted is not None and options["on_loss"] is not None:
+        wanted = replace(wanted, on_loss=options["on_loss"])
     if plan is None or wanted in (None, plan.outer):
         return wanted if plan is None else plan.outer
     raise PlanMismatchError(

@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.streaming import copies_of, late_sums
+from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import (
@@ -126,6 +126,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     known: dict[tuple[str, Mesh, tuple[object, ...]], StageFigures] = {}
     figures = []
     for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
+        stage = replace(stage, microbatches=taken(schedule))  # gradients of others are used up
         # Stages that differ in names only have the same figures.
         key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
