@@ -28,8 +28,7 @@ TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
 PRICES, WALK = 0.4, 0.5  # shares of the work for the prices of memory and for the kicks
 WARM = 0.15  # of their work without memory
-LONG, SHORT = 0.5, 0.01  # longest and shortest change of the prices, as logarithms
-GROWTH, SHRINKING = 1.1, 0.75  # of that length, where the bound rises and where it does not
+LONG, SHORT = 0.5, 0.02  # first and last change of the prices, as logarithms
 FIT = 20  # steps between two choices that are made to fit in any case
 NEAR = 1.01  # a choice within the limit is improved if it costs at most this times the best
 HOT, COLD = 1e-4, 1e-7  # first and last temperature, relative to the price
@@ -96,29 +95,16 @@ def _price(search: Search, best: _Best) -> None:
         multipliers.choose()
         progress.done += 1
     multipliers.begin()
-    length = LONG
-    while progress.share() < 1 and not search.done:
+    while (share := progress.share()) < 1 and not search.done:
         choice = multipliers.choose()
         progress.done += 1
         price, look = multipliers.price(choice), progress.done % FIT == 0
         if price < best.price if look else price < NEAR * best.price and multipliers.fits(choice):
             best.offer(multipliers.fitted(choice))
         if look:
-            length = _proved(search, multipliers, length)
-        else:
-            multipliers.change(choice, length)
-    _proved(search, multipliers, length)
-
-
-def _proved(search: Search, multipliers: Multipliers, length: float) -> float:
-    """Raises the bound, or goes back to the prices of the best one; returns the next length."""
-    before = multipliers.bound
-    multipliers.prove()
-    search.raise_bound(multipliers.bound)
-    if multipliers.bound > before:
-        return min(length * GROWTH, LONG)
-    multipliers.prices = multipliers.proof
-    return max(length * SHRINKING, SHORT)
+            search.raise_bound(multipliers.prove())
+        multipliers.change(choice, LONG * (SHORT / LONG) ** share)
+    search.raise_bound(multipliers.prove())
 
 
 def _kick(search: Search, best: _Best, choice: Ints) -> None:
