@@ -11,15 +11,18 @@ import click
 
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.given_stages import show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
+    headed,
     is_data,
     model_of_any_size,
     own_rules,
     shapes,
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.planning_profile import PROFILE
 from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
 from autopar.cli.explain import explained
 from autopar.cost.device import device
@@ -28,6 +31,7 @@ from autopar.explain import Explanation, render_fused, render_parameters, render
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
@@ -147,12 +151,14 @@ from autopar.stage_plan import StagePlan
     type=click.Path(file_okay=False, path_type=Path),
     help="Write every intermediate value to this folder.",
 )
+@PROFILE
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the plan to this file.",
 )
+@stage_options
 @JSON
 def command(
     model: str,
@@ -184,6 +190,10 @@ def command(
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
+    stage_count: int | None,
+    microbatches: int | None,
+    schedule: str | None,
+    execution: str | None,
     as_json: bool,
 ) -> None:
     """Find the fastest way to train MODEL within the memory of the devices.
@@ -201,6 +211,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
+    autopar plan gpt2 --mesh "H100: pp=4, gpu=2" --stages 4 --microbatches 8 --batch 8
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
@@ -216,7 +227,10 @@ def command(
         "expert_load": expert_load,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
-        "stages": None if global_batch is None else "auto",
+        "stages": stage_count if global_batch is None else "auto",
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "execution": None if execution is None else Execution.read(execution),
         "global_batch": global_batch,
         "allow": allow,
     }
@@ -236,11 +250,14 @@ def command(
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method(way).beside(ADAMW))
+        options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
         _pipeline(spec, mesh, options, output, as_json)
+        return
+    if options.is_pipeline:
+        show_given(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -258,6 +275,7 @@ def command(
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
+        say(headed(graph, options))
         _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
