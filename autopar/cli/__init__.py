@@ -7,6 +7,8 @@ Only this package prints. A command's module is imported when the command is use
 
 from __future__ import annotations
 
+import gc
+
 import click
 
 from autopar.cli.common.command_group import Group
@@ -31,3 +33,5 @@ def main() -> None:
     autopar devices
     autopar doctor /tmp/autopar-1f2e3d
     """
+    # A plan has millions of small values without cycles, which need not be looked through so often.
+    gc.set_threshold(100_000, 50, 100)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.given_stages import show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
@@ -30,6 +30,7 @@ from autopar.explain import Explanation, render_fused, render_parameters, render
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
@@ -44,6 +45,9 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.planning.local_rounds import Rounds
 
 
 @click.command("plan")
@@ -156,6 +160,7 @@ from autopar.stage_plan import StagePlan
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the plan to this file.",
 )
+@stage_options
 @JSON
 def command(
     model: str,
@@ -187,6 +192,10 @@ def command(
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
+    stage_count: int | None,
+    microbatches: int | None,
+    schedule: str | None,
+    execution: str | None,
     as_json: bool,
 ) -> None:
     """Find the fastest way to train MODEL within the memory of the devices.
@@ -204,6 +213,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
+    autopar plan gpt2 --mesh "H100: pp=4, gpu=2" --stages 4 --microbatches 8 --batch 8
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
@@ -219,7 +229,10 @@ def command(
         "expert_load": expert_load,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
-        "stages": None if global_batch is None else "auto",
+        "stages": stage_count if global_batch is None else "auto",
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "execution": None if execution is None else Execution.read(execution),
         "global_batch": global_batch,
         "allow": allow,
     }
@@ -239,11 +252,14 @@ def command(
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method(way).beside(ADAMW))
+        options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
         _pipeline(spec, mesh, options, output, as_json)
+        return
+    if options.is_pipeline:
+        show_given(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -256,24 +272,25 @@ def command(
         inside = Plan.of(best, spec)
         plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
         rounds = None if way is None else rounds_priced(graph, inside, way, devices)
-        explanation = explained(graph, best, best.limit, options.table, prices)
+        peak = best.predicted.peak_bytes
+        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        say(headed(graph, options))
-        _print(best, explanation, [] if rounds is None else [rounds.text()])
+        _print(best, explanation, headed(graph, options), rounds)
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
-    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
+    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
+    say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *further]))
+    say("\n".join([_solver_line(best), *([] if rounds is None else [rounds.text()])]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
@@ -351,4 +368,5 @@ def _solver_line(plan: StagePlan) -> str:
     extra = "".join(f"; {blocks} recomputes {how}" for blocks, how in plan.recompute.items())
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
-    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
+    ended = f", ended by {run.ended}" if run.ended in ("work", "time") else ""
+    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{ended}{extra}"
