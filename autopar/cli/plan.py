@@ -246,8 +246,7 @@ def command(
         fuse=choose((*fused, *also)),
         **{name: value for name, value in given.items() if value is not None},
     )
-    if output is not None and not output.parent.is_dir():
-        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    _check_folder(output)
     if way is None and LOCAL_UPDATES in allowed(options.allow):
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
@@ -272,13 +271,25 @@ def command(
         inside = Plan.of(best, spec)
         plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
         rounds = None if way is None else rounds_priced(graph, inside, way, devices)
-        peak = best.predicted.peak_bytes
-        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
+        explanation = explained(
+            graph, best, best.limit, options.table, prices, peak=best.predicted.peak_bytes
+        )
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
         _print(best, explanation, headed(graph, options), rounds)
+    _save(plan, output, model)
+
+
+def _check_folder(output: Path | None) -> None:
+    """Raises ProgramError if the plan's file could not be written."""
+    if output is not None and not output.parent.is_dir():
+        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+
+
+def _save(plan: Plan, output: Path | None, model: str) -> None:
+    """Writes the plan if a file is named, and says what to do next."""
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
