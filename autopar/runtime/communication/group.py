@@ -304,14 +304,13 @@ class Group:
                 work.wait()
             if straight:
                 return [*into]
+            kept: Sequence[Tensor | None] = into or [None] * len(xs)
             rows: Sequence[Tensor] = (
                 unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
             )
             return [
                 self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent, to)
-                for row, (x, extent), dim, to in zip(
-                    rows, padded, dims, into or [None] * len(xs), strict=True
-                )
+                for row, (x, extent), dim, to in zip(rows, padded, dims, kept, strict=True)
             ]
 
         return arrive
