@@ -52,7 +52,7 @@ from autopar.plan import Plan
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.runtime.pipeline.stage import Stage
 from benchmarks.collectives import link
-from benchmarks.harness import PICTURES, markdown, read, write
+from benchmarks.harness import PICTURES, has, markdown, read, write
 from benchmarks.hosts import launch, two_hosts
 from benchmarks.small_tasks import BATCH, CHARACTERS, CONTEXT, DATA, Net, batches, net
 
@@ -253,28 +253,34 @@ def picture(rows: list[dict[str, str]], file: Path) -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "asynchronous"  # the same file from the same rows
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator
 
     panels = [(d, o) for d in DATA for o in OPTIMIZERS if any(r["data"] == d for r in rows)]
     high = (len(panels) + 1) // 2
     figure, grid = plt.subplots(high, 2, figsize=(11, 4 * high), squeeze=False, sharex=True)
     for axes, (data, optimizer) in zip(grid.flat, panels, strict=False):
         lines = curves(rows, data, optimizer)
-        first = max(runs[0][0] for runs in lines.values())
+        top = first = max(runs[0][0] for runs in lines.values())
         for colour, method in zip(COLOURS, METHODS, strict=True):
             runs = lines.get(method, [])
             if not runs:
                 continue
             seeds = np.array([[min(v, 1e6) if math.isfinite(v) else 1e6 for v in r] for r in runs])
             at = BLOCK * np.arange(1, seeds.shape[1] + 1)
-            dashes = "--" if method == "ampnet" else "-"  # it may lie on top of pipedream
-            axes.plot(at, seeds.mean(axis=0), dashes, color=colour, label=method, linewidth=1.6)
+            # AMPNet may lie on top of PipeDream.
+            dashes, wide = {"ampnet": ((0, (4, 4)), 1.6), "pipedream": ("-", 3.2)}.get(
+                method, ("-", 1.6)
+            )
+            mean = seeds.mean(axis=0)
+            top = max(top, min(mean.max(), 10 * first))
+            axes.plot(at, mean, linestyle=dashes, color=colour, label=method, linewidth=wide)
             axes.fill_between(at, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.15)
         axes.set_title(f"{data}, {optimizer} at {RATES[data, optimizer]:g}")
         axes.set_yscale("log")
-        axes.set_ylim(top=1.2 * first)  # what diverges leaves the picture
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
+        axes.set_ylim(top=1.2 * top)  # what diverges leaves the picture
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(True, which="both", alpha=0.25)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
@@ -300,7 +306,8 @@ def table() -> str:
             cells.append(f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverges")
         lines.append(cells)
     heads = ["method", *(f"{data}, {optimizer}" for data, optimizer in panels)]
-    return "\n\n".join([markdown(heads, lines), timed("throughput"), timed("hosts")])
+    parts = [part for part in ("throughput", "hosts") if has(f"asynchronous_{part}")]
+    return "\n\n".join([markdown(heads, lines), *map(timed, parts)])
 
 
 def timed(part: str) -> str:
@@ -314,7 +321,7 @@ def timed(part: str) -> str:
          f"{float(row['ratio']):.3f}"]
         for row in rows
     ]  # fmt: skip
-    message = max(float(row["message_ms"]) for row in rows)
+    message = max(float(row.get("message_ms", 0)) for row in rows)
     said = f"A message between neighbours takes up to {message:.1f} ms." if message else ""
     return "\n\n".join(filter(None, [markdown(heads, cells), said]))
 

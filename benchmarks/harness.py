@@ -101,6 +101,11 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def has(name: str) -> bool:
+    """Whether there is results/NAME.csv."""
+    return (RESULTS / f"{name}.csv").exists()
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table for the pages of docs/results."""
     lines = [heads, ["---"] * len(heads), *rows]

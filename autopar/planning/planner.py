@@ -32,9 +32,9 @@ from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
-from autopar.planning.peak import simulated_peak
+from autopar.planning.peak import with_simulated
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.prices import calibration_of, cost_model, limit_of
+from autopar.planning.prices import calibration_of, cost_model, limit_of, slowdown_of
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
@@ -138,7 +138,7 @@ class Planner:
         given = Assumptions(
             update=options.update,
             unknown_ops=options.unknown_ops,
-            slowdown=device(self.mesh).slowdown,
+            slowdown=slowdown_of(self.mesh, options.execution),
             recompute=recompute,
             microbatches=self._in_update,
             lies=self.lies,
@@ -210,9 +210,8 @@ class Planner:
         graph, rules = self.graph, self.options.table
         plan = packed(graph, chosen.plan, self.known)
         plan = replace(plan, fused=savings(graph, plan, rules, self.known))
-        peak = simulated_peak(graph, plan, rules, self.known, self.repeated)
-        plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
-        return replace(chosen, plan=plan)
+        simulated = with_simulated(graph, plan, rules, self.known, self.repeated)
+        return replace(chosen, plan=simulated)
 
 
 def report(problem: Problem, solution: Solution) -> SolverReport:
@@ -223,4 +222,5 @@ def report(problem: Problem, solution: Solution) -> SolverReport:
         solution.left,
         solution.gap,
         round(solution.seconds, 3),
+        solution.ended,
     )

@@ -26,6 +26,7 @@ from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.search import INEXACT, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import stage_graphs, weights
+from autopar.planning.pipelines.variants import InFlight
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
@@ -162,7 +163,7 @@ def test_chunks_that_share_a_device_are_priced_within_their_share() -> None:
             if 3 * (way.fixed + 8 * way.per_microbatch) + way.transient <= limit
         ]
 
-    told = StageCosts(made, CLUSTER, Options(), limit, most=8, kept=kept)
+    told = StageCosts(made, CLUSTER, Options(), limit, most=8, flight=InFlight(kept=kept))
     assert fitting(told)
     assert min(fitting(told)) > roomy.seconds
     assert not fitting(costs(made, memory=limit))

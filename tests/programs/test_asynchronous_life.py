@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,13 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ProgramError
+from autopar.inter_op import schedules
+from autopar.ir.action import parse_row
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS
 from autopar.planning.pipelines.stages import schedule_of
+from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
+from autopar.runtime.pipeline.routes import Placement
 from tests.programs.test_saved_program import run
 from tests.support.ranks import run_ranks
 from tests.support.stale_weights import (
     METHODS,
     OPTIMIZERS,
+    Method,
     made,
     mesh,
     program_of,
@@ -62,6 +71,75 @@ def test_what_does_not_compose_is_refused_by_name() -> None:
         for name, (_, what) in REFUSED.items():
             assert what in said[name], said[name]
             assert "why:" in said[name]
+
+
+def test_several_stages_of_a_rank_are_refused_by_name() -> None:
+    row = parse_row("F0.0 F1.0 B1.0 UPDATE1.0 B0.0 UPDATE0.0")
+    placement, training = Placement((((0,), (0,)),), (row,), 1), SimpleNamespace(clip_norm=None)
+    with pytest.raises(ProgramError, match=r"the stages \[0, 1\] share their ranks") as caught:
+        refuse_what_cannot_stream([], placement, training, {}, torch.device("cpu"))  # type: ignore[arg-type]
+    assert "one optimizer would update both" in caught.value.why
+
+
+@pytest.mark.parametrize("over", ["@rack", "(layers.9.weight)"])
+def test_sums_of_what_a_stage_does_not_have_are_refused_by_name(over: str) -> None:
+    """Rows of a saved program may be edited by hand."""
+    row = parse_row(f"F0.0 B0.0 SYNC0.0/{over} UPDATE0.0")
+    placement = Placement((((0,),),), (row,), 1)
+    training = SimpleNamespace(clip_norm=None, on_nonfinite="raise")
+    module = SimpleNamespace(
+        precision=AS_IS, host_state=False, fused_update=False, parameters=(),
+        mesh=Mesh.parse("cpu: gpu=1"),
+    )  # fmt: skip
+    with pytest.raises(ProgramError, match="which names the") as caught:
+        refuse_what_cannot_stream([module], placement, training, {}, torch.device("cpu"))  # type: ignore[list-item, arg-type]
+    assert "stage 0 trains no such parameter" in caught.value.why
+
+
+FIFTH = '''
+"""Gradients two updates old: no flush, three versions of the weights."""
+from autopar.inter_op.schedule import Rows, Schedule, check_sizes, line
+from autopar.inter_op.schedules._streaming import STALE, bubble, row
+
+NAME, NEEDS, ALLOW, CANDIDATES = "3bw", "microbatches from the number of ranks", STALE, ("",)
+
+
+def schedule(ranks, microbatches):
+    """Returns one period."""
+    check_sizes(NAME, ranks, microbatches)
+    behind = [ranks - 1 - rank for rank in range(ranks)]
+
+    def made():
+        for rank, late in enumerate(behind):
+            age = lambda turn, late=late: 1 + (turn >= late)
+            yield row(rank, microbatches, late, microbatches, age, lambda turn: 2)
+
+    return Schedule(
+        NAME, ranks, microbatches, Rows(made), line(ranks), tuple(n + 1 for n in behind), bubble,
+        flushes=False, warm_up=3, versions=(3,) * ranks, staleness=(2,) * ranks,
+    )
+'''
+
+
+def fifth(folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a method whose one file is in a folder."""
+    with patch.object(schedules, "__path__", [*schedules.__path__, folder]):
+        assert "3bw" in schedules.candidates("stale gradients")
+        program, batches = program_of(LATE, 2, "adamw", 2)
+        losses = [program.step(**batch).item() for batch in batches]
+        return losses, program.state_dict()
+
+
+LATE = Method("3bw", 4, 0, *[lambda s, p, k: max(0, k // 4 - 2)] * 2)
+
+
+def test_a_fifth_method_is_one_file(tmp_path: Path) -> None:
+    """It is planned, and trains as a simulation of gradients that are two updates old."""
+    (tmp_path / "three_buffered.py").write_text(FIFTH)
+    losses, weights = simulated(LATE, 2, "adamw")
+    for told, state in run_ranks(fifth, str(tmp_path), count=2):
+        assert told == pytest.approx([losses[0], *losses[:-1]], abs=1e-12)
+        assert all((state[k] - v).abs().max() < 1e-12 for k, v in weights.items())
 
 
 def resumed(

@@ -192,11 +192,13 @@ class Jobs:
             options,
             Trace(None),
         )
+        graphs = stage_graphs(captured.graph, plan.ends, Trace(None))
+        meshes = [stage.mesh for stage in plan.stages]
         return Job(
             case,
             plan,
             Compiled.of(captured, plan, Options(), Trace(None)).sources,
-            placement_of(plan, wiring_of(stage_graphs(captured.graph, plan.ends, Trace(None)))),
+            placement_of(plan, wiring_of(graphs, meshes)),
         )
 
     def train(self) -> list[Run]:

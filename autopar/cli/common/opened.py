@@ -28,6 +28,8 @@ from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import held_beside, in_flight, schedule_of
 from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.pipelines.streaming import copies_of, taken
+from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 
@@ -202,9 +204,14 @@ class Opened:
         if plan.is_pipeline:
             groups = len({start for stage in plan.stages for start in stage.starts})
             schedule = schedule_of(plan.schedule, groups, plan.microbatches)
-            beside = held_beside(schedule, number)
-            late = plan.stages[number].late_loss
+            own, wiring = plan.stages[number], wiring_of(self.graphs, [s.mesh for s in plan.stages])
             repeated = Repeated(
-                plan.microbatches, in_flight(schedule, number), beside, late_loss=late
+                plan.microbatches,
+                in_flight(schedule, number),
+                held_beside(schedule, number),
+                copies_of(schedule, number, wiring),
+                own.precision,
+                taken(schedule),
+                own.late_loss,
             )
         return Stage(plan.stages[number], self.graphs[number], plan.mesh, repeated)

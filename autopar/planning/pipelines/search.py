@@ -35,7 +35,7 @@ from autopar.planning.pipelines.schedule_names import read_schedule
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import Devices, plan_stages, weights
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed, taken
-from autopar.planning.pipelines.variants import AGAIN
+from autopar.planning.pipelines.variants import AGAIN, InFlight
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
@@ -128,8 +128,8 @@ def search(
     ranks = {mesh.size // part.size for part in parts}
     make = partial(
         StageCosts, mesh=mesh, options=options, memory=room, most=most,
-        shapes=shapes, held=held, kept=_kept(laws, [n for n in ranks if n <= len(kinds)]),
-        streamed=streamed,
+        shapes=shapes, streamed=streamed,
+        flight=InFlight(held, _kept(laws, [n for n in ranks if n <= len(kinds)])),
     )  # fmt: skip
     together = ParallelCosts(make, layered, workers or Workers(0))
     costs = together.costs

@@ -1,8 +1,7 @@
 """Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
-The intra-op solver plans a range as a graph of its own. Of a run of equal blocks only two are
-planned: a folded problem is linear in their number, so longer ranges on the same sub-mesh are
-priced by scaling it, which takes milliseconds.
+The intra-op solver plans a range as a graph of its own, with two of a run of equal blocks: a folded
+problem is linear in their number, so longer ranges are priced by scaling it, in milliseconds.
 
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
@@ -15,14 +14,13 @@ If not all of them fit, blocks may recompute their activations: all blocks, or a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.device import device
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage_values import Candidate
@@ -47,10 +45,18 @@ from autopar.planning.pipelines import layered as layers
 from autopar.planning.pipelines.layered import Layered, Signature, runs
 from autopar.planning.pipelines.repeated import kept_each
 from autopar.planning.pipelines.stage_pins import pins_of
-from autopar.planning.pipelines.stage_problem import StageProblem
+from autopar.planning.pipelines.stage_problem import StageProblem, growing
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed
-from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
-from autopar.planning.prices import cost_model
+from autopar.planning.pipelines.variants import (
+    AGAIN,
+    ANY_NUMBER,
+    InFlight,
+    Share,
+    along,
+    front,
+    partly,
+)
+from autopar.planning.prices import cost_model, slowdown_of
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
@@ -96,9 +102,7 @@ class StageCosts:
         memory: bytes of a device.
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
-        held: limit on a rank's layers times its microbatches in flight, in units of all layers.
-        kept: (ranks, parts of the model, chunks of a rank) -> numbers of microbatches that ranks of
-            such an even pipeline keep in flight under some schedule, ascending.
+        flight: what schedules keep in flight.
         streamed: the schedule, if it does not flush.
     """
 
@@ -110,11 +114,10 @@ class StageCosts:
         memory: float,
         most: int,
         shapes: int = 1,
-        held: float = math.inf,
-        kept: Mapping[tuple[int, int, int], Sequence[int]] | None = None,
+        flight: InFlight = ANY_NUMBER,
         streamed: Streamed = FLUSHED,
     ) -> None:
-        self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
+        self.mesh, self.shapes, self.flight = mesh, shapes, flight
         self.options, self.memory, self.streamed = options, memory, streamed
         self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
@@ -178,16 +181,18 @@ class StageCosts:
         They are those of even pipelines of which these layers can be one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
-        most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))
+        most = int(
+            min(self.most, max(self.flight.held * total / asked.size, 1), asked.microbatches)
+        )
         ranks = self.mesh.size // asked.mesh.size
         chunks = [
             Share(chunks, tuple(level for level in kept if level <= asked.microbatches) or (1,))
-            for (on, parts, chunks), kept in self.kept.items()
+            for (on, parts, chunks), kept in self.flight.kept.items()
             if on == ranks and chunks > 1 and total // parts <= asked.size <= -(-total // parts)
         ]
         levels = {1} if chunks else {2**k for k in range(most.bit_length())}
         if not chunks:
-            levels |= {n for on, kept in self.kept.items() for n in kept if on[0] == ranks}
+            levels |= {n for on, kept in self.flight.kept.items() for n in kept if on[0] == ranks}
         return [Share(1, tuple(sorted(n for n in levels if n <= most))), *chunks]
 
     def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
@@ -341,7 +346,7 @@ class StageCosts:
         given = Assumptions(
             update=self.options.update,
             unknown_ops=self.options.unknown_ops,
-            slowdown=device(mesh).slowdown,
+            slowdown=slowdown_of(mesh, self.options.execution),
             recompute=parse_recompute(graph, recompute),
             microbatches=self.streamed.taken(microbatches),
             lies=lies,
@@ -353,18 +358,7 @@ class StageCosts:
         )
         table, pins = self.options.table, pins_of(whole, graph, mesh, self.options)
         built = build(graph, mesh, prices, table, given, pins=pins)
-        run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
-        entries = {
-            (entry, node)
-            for repeat in graph.repeats
-            for entry, _ in repeat.carried
-            for node in repeat.iterations[0]
-        }
-        grows = tuple(run.get(name, -1) for name in built.names)
-        edges = tuple(
-            -1 if (built.names[edge.a], built.names[edge.b]) in entries else grows[edge.b]
-            for edge in built.problem.edges
-        )
+        grows, edges = growing(built, graph)
         updates, pairs = [], tuple(zip(built.names, built.options, strict=True))
         for name, options in pairs:
             node, seconds = graph[name], np.zeros(len(options))
@@ -391,7 +385,8 @@ class StageCosts:
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
                 updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                known[storage] = sum(map(model.compute, update_works([updated], fused)))
+                works = update_works([updated], fused, each=self.options.execution.optimizer)
+                known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:

@@ -12,6 +12,7 @@ from autopar.cost.overlap import side_by_side
 from autopar.inter_op.stage_values import Candidate
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
+from autopar.ir.graph import Graph
 
 Floats = NDArray[np.float64]
 
@@ -143,6 +144,23 @@ class StageProblem:
             recompute=self.recompute,
             sums=reduced if self.late else 0.0,
         )
+
+
+def growing(built: Built, graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the `grows` and `edges` of the problem of a graph with repeated blocks."""
+    run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
+    entries = {
+        (entry, node)
+        for repeat in graph.repeats
+        for entry, _ in repeat.carried
+        for node in repeat.iterations[0]
+    }
+    grows = tuple(run.get(name, -1) for name in built.names)
+    edges = tuple(
+        -1 if (built.names[edge.a], built.names[edge.b]) in entries else grows[edge.b]
+        for edge in built.problem.edges
+    )
+    return grows, edges
 
 
 def _at(rows: Mapping[str, tuple[float, ...]], name: str, index: int) -> float:

@@ -274,6 +274,7 @@ def obstacle(schedule: Schedule, options: Options, mesh: Mesh) -> str:
     split = StateChoice.read(options.state or "ddp", mesh).sharding
     masters = bool(precision.compute) and precision.compute != precision.master
     reasons = {
+        "a rank holds several stages": any(len(held) > 1 for held in schedule.holds),
         "float16 needs one scale for all stages": precision.scaled,
         "the optimizer updates whole parameters": options.update.mixes,
         "the kernel of AdamW's step takes whole steps": KERNEL in options.fuse,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,6 +33,23 @@ class Share(NamedTuple):
     def fits(self, candidate: Candidate, in_flight: int, memory: float) -> bool:
         """Returns whether a candidate keeps no more than that."""
         return candidate.kept(in_flight) <= self.limit(memory, candidate.transient)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Numbers of microbatches that schedules keep in flight.
+
+    Attributes:
+        held: limit on a rank's layers times its microbatches in flight, in units of all layers.
+        kept: (ranks, parts of the model, chunks of a rank) -> numbers of microbatches that ranks of
+            such an even pipeline keep in flight under some schedule, ascending.
+    """
+
+    held: float = math.inf
+    kept: Mapping[tuple[int, int, int], Sequence[int]] = field(default_factory=dict)
+
+
+ANY_NUMBER = InFlight()
 
 
 def along(

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from autopar.errors import ProgramError
-from autopar.ir.action import SYNC_BEGIN
+from autopar.ir.action import COPIES, SYNC_BEGIN, Action
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.update.owners import Owners
@@ -75,8 +75,10 @@ def refuse_what_cannot_stream(
         )
     for module in modules:
         _refuse_module(module, placement)
-        if any(action.kind == SYNC_BEGIN for row in placement.rows for action in row):
-            _refuse_sums(module, device)
+    for action in (action for row in placement.rows for action in row):
+        if action.kind == SYNC_BEGIN or action.axes or (action.names and action.over != COPIES):
+            _refuse_strangers(modules[action.stage], action)
+            _refuse_sums(modules[action.stage], device)
 
 
 def _refuse_module(module: Generated, placement: Placement) -> None:
@@ -113,6 +115,18 @@ def _refuse_module(module: Generated, placement: Placement) -> None:
                 "a corrected backward needs the velocity of all of it on every device",
                 'pass state="ddp", or pipemare correction=0',
             )
+
+
+def _refuse_strangers(module: Generated, action: Action) -> None:
+    """Refuses sums of parameters, or over axes, that a stage does not have."""
+    keys = {parameter.key for parameter in module.parameters if parameter.trainable}
+    strange = [
+        *(f"parameter {name!r}" for name in action.names if name not in keys),
+        *(f"axis {axis!r}" for axis in action.axes if axis not in module.mesh.names),
+    ]
+    for what in strange:
+        why = f"stage {action.stage} trains no such parameter, or its mesh has no such axis"
+        _refuse(f"{action}, which names the {what}", why, "correct the row, or plan again")
 
 
 def _refuse_sums(module: Generated, device: torch.device) -> None:
