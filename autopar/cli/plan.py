@@ -15,12 +15,14 @@ from autopar.cli.common.given_stages import show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
+    headed,
     is_data,
     model_of_any_size,
     own_rules,
     shapes,
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.planning_profile import PROFILE
 from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
 from autopar.cli.explain import explained
 from autopar.cost.device import device
@@ -149,6 +151,7 @@ from autopar.stage_plan import StagePlan
     type=click.Path(file_okay=False, path_type=Path),
     help="Write every intermediate value to this folder.",
 )
+@PROFILE
 @click.option(
     "-o",
     "--output",
@@ -272,6 +275,7 @@ def command(
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
+        say(headed(graph, options))
         _print(best, explanation, [] if rounds is None else [rounds.text()])
     if output is not None:
         plan.save(output)
