@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from autopar.operators.mixture_call import mixture
     from autopar.plan import Plan
     from autopar.runtime.checkpoint.plain import load_checkpoint
+    from autopar.runtime.optimizers.muon import muon
     from autopar.runtime.ranks.dumps import Dump
     from autopar.runtime.update.groups import groups
-    from autopar.runtime.updates.muon import muon
     from autopar.session.compiled import Compiled
     from autopar.session.session import Session
 
@@ -64,7 +64,7 @@ _HOMES = {
     "load": "compile",
     "load_checkpoint": "runtime.checkpoint.plain",
     "mixture": "operators.mixture_call",
-    "muon": "runtime.updates.muon",
+    "muon": "runtime.optimizers.muon",
     "rule": "intra_op.rule",
     "shard": "operators.annotation",
 }

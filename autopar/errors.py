@@ -182,7 +182,7 @@ class ProblemError(AutoparError):
     >>> find("simplex")
     Traceback (most recent call last):
     autopar.errors.ProblemError: there is no solver 'simplex'
-      why:  the solvers are auto, brute_force, greedy, ilp, local_search, propagate
+      why:  the solvers are annealing, auto, brute_force, ...
       todo: name one of these
     """
 
@@ -245,8 +245,8 @@ class PlanError(AutoparError):
     >>> Recompute("sometimes", 3)
     Traceback (most recent call last):
     autopar.errors.PlanError: sometimes 3 is not a valid recomputation
-      why:  a kind, selective or full, and a number of blocks are expected
-      todo: write e.g. "full 8"
+      why:  a kind and a number of blocks are expected: selective, full, core, or save and operators
+      todo: write e.g. "full 8" or "save linear:2 attention 8"
     """
 
 

@@ -92,6 +92,8 @@ class Prediction:
         hidden_seconds: of communication that overlaps with kernels; the step is the sum of the
             other seconds less these.
         host_seconds: of copies to and from host memory.
+        update_seconds: of the optimizer's kernels.
+        waiting_seconds: in which a device waits for its host to issue kernels.
         host_bytes: of host memory for each device.
     """
 
@@ -107,6 +109,8 @@ class Prediction:
     hidden_seconds: float = 0.0
     host_seconds: float = 0.0
     host_bytes: float = 0.0
+    update_seconds: float = 0.0
+    waiting_seconds: float = 0.0
 
     def figures(self) -> dict[str, float]:
         """Returns all figures by name."""
@@ -161,6 +165,7 @@ class SolverReport:
         left: number of nodes that reductions left; None if none ran.
         gap: proven relative gap to the optimum.
         seconds: of the search.
+        ended: what ended it: "proof", "work" or "time"; only time depends on the machine.
     """
 
     name: str = ""
@@ -168,17 +173,19 @@ class SolverReport:
     left: int | None = None
     gap: float = 0.0
     seconds: float = 0.0
+    ended: str = ""
 
     def table(self) -> dict[str, str | float]:
         """Returns the fields by name; empty for a plan that was not searched for."""
-        return {k: v for k, v in vars(self).items() if v is not None} if self.name else {}
+        given = {k: v for k, v in vars(self).items() if v not in (None, "")}
+        return given if self.name else {}
 
     @classmethod
     def from_table(cls, table: Any) -> SolverReport:
         """Parses the entry `solver` of a plan file; raises PlanError naming what is wrong."""
         checks: dict[str, tuple[Check, Any]] = {
             "name": (Text(), ""), "nodes": (Whole(), 0), "left": (Whole(), None),
-            "gap": (Number(), 0.0), "seconds": (Number(), 0.0),
+            "gap": (Number(), 0.0), "seconds": (Number(), 0.0), "ended": (Text(), ""),
         }  # fmt: skip
         return cls(**_entries("solver", table, checks))
 
@@ -191,6 +198,7 @@ class Asked:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
         batches: whether a rank passes the whole batch or its part.
         expert_load: the frequency of each expert that prices assumed.
+        execution: how prices assumed that kernels are run; "" for one for each operator.
     """
 
     recompute: str = "auto"
@@ -199,6 +207,7 @@ class Asked:
     unknown_ops: str = "replicate"
     batches: str = "global"
     expert_load: str = "equal"
+    execution: str = ""
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -207,7 +216,7 @@ class Asked:
     @classmethod
     def from_table(cls, table: Any) -> Asked:
         """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
-        texts = ("recompute", "offload", "solver", "unknown_ops", "batches")
+        texts = ("recompute", "offload", "solver", "unknown_ops", "batches", "execution")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
             "expert_load": (Text(2**20), UNASKED.expert_load),

@@ -167,8 +167,8 @@ def picture() -> None:
                 axis.set_ylabel(f"loss, mean of the last {BLOCK} steps")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
-    path = PICTURES / f"{PREFIX}.png"
-    figure.savefig(path, dpi=110)
+    path = PICTURES / f"{PREFIX}.svg"
+    figure.savefig(path)
     print(path)
 
 

@@ -29,7 +29,7 @@ from benchmarks.harness import markdown, write
 
 MODEL = "llama-3-8b"
 LENGTHS = (2**17, 2**19, 2**20)
-NODES = (1, 2, 4, 8)
+NODES = (1, 8, 2, 4)
 ATTENTION = "aten.scaled_dot_product_attention"
 HEADS = ("tokens", "devices", "attention", "recomputed", "GiB a device", "s a step", "tokens/s")
 COLUMNS = (
@@ -49,8 +49,8 @@ def attention_of(plan: StagePlan, graph: Graph) -> str:
     for node in graph.folded:
         if node.op == ATTENTION:
             entry = plan.nodes[node.name]
-            name, layout = entry.operands[0]
-            seen[f"{entry.form or 'plain'} {layout.format(graph[name].type)}"] += 1
+            shape, layout = entry.operands[0]
+            seen[f"{entry.form or 'plain'} {layout.format(shape)}"] += 1
     return seen.most_common(1)[0][0]
 
 

@@ -2,8 +2,7 @@
 
 A stack of matrices trains on two gloo processes by Muon and by AdamW under data parallelism,
 ZeRO-1, ZeRO-3 and tensor parallelism. Parity is the largest difference of a parameter from torch's
-Muon in
-one process after a few steps in float64, where torch's iteration is given the dtype of the
+Muon in one process after a few steps in float64, where torch's iteration is given the dtype of the
 parameter.
 """
 

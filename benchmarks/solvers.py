@@ -1,6 +1,6 @@
 """Runs solvers on the instances of the contest: `python benchmarks/solvers.py --dir DIR`.
 
-With `--only` and `--runs`, the results of other solvers and runs are kept.
+With `--only`, `--runs` and `--limit`, the results of other instances, runs and limits are kept.
 
 DIR contains files `*-NAME.json.gz`. Published costs and time limits are read from `published.json`
 next to DIR; without it, those columns stay empty. Every run is a process of its own, whose seconds
@@ -31,9 +31,9 @@ from benchmarks.harness import PICTURES, child, write
 
 RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
-KEYS = ("instance", "solver", "seed")
+KEYS = ("instance", "solver", "seed", "limit_s")
 COLUMNS = (
-    *KEYS, "limit_s", "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
+    *KEYS, "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
     "processor_s", "peak_gib", "cost", "bound", "feasible", "gap", "peak_of_limit", "error",
 )  # fmt: skip
 
@@ -48,7 +48,8 @@ def measure(path: str, solver: str, limit: float, seed: int) -> dict[str, Any]:
     def watch(seconds: float, price: float, bound: float) -> None:
         trace.append((round(read + seconds, 3), price if price < 1e300 else None, bound))
 
-    options = {"time_limit": max(limit - read, 0.0), "seed": seed, "watch": watch}
+    options: dict[str, Any] = {"time_limit": max(limit - read, 0.0), "work": limit, "seed": seed}
+    options["watch"] = watch
     row: dict[str, Any] = {"nodes": len(problem.nodes), "edges": len(problem.edges)}
     try:
         found = solve(problem, solver, **options)
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--only", default="", help="letters of instances, such as ABP")
     parser.add_argument("--runs", default=",".join(RUNS), help="solver:seed, separated by commas")
+    parser.add_argument("--limit", type=float, help="seconds; the contest's by default")
     parser.add_argument("--measure", nargs=4, metavar=("FILE", "SOLVER", "LIMIT", "SEED"))
     options = parser.parse_args()
     if options.measure:
@@ -93,7 +95,7 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         facts = published.get(name, {})
-        limit = float(facts.get("timeout_s", DEFAULT_LIMIT))
+        limit = options.limit or float(facts.get("timeout_s", DEFAULT_LIMIT))
         for wanted in options.runs.split(","):
             solver, _, seed = wanted.partition(":")
             seed = seed or "0"
@@ -143,6 +145,8 @@ def drawn(traces: list[dict[str, Any]], published: dict[str, dict[str, Any]]) ->
     parts = []
     for k, name in enumerate(names):
         rows = [row for row in traces if row["instance"] == name and row["cost"]]
+        longest = max((float(row["limit_s"]) for row in rows), default=0.0)
+        rows = [row for row in rows if float(row["limit_s"]) == longest]
         best = min([row["cost"] for row in rows], default=1.0)
         best = min(best, published.get(name, {}).get("best_known_cost", best))
         left, top = MARGIN + (k % 3) * (WIDTH + 30), 30 + (k // 3) * (HEIGHT + 50)

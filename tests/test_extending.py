@@ -129,7 +129,7 @@ FORM = Form(
 )
 ''',
     "compression/halves.py": HALVES,
-    "updates/signs.py": '''
+    "optimizers/signs.py": '''
 """Updates by the sign of the momentum, which is kept in a quarter of its bytes."""
 
 from autopar.ir.update import Rule, State
@@ -141,6 +141,22 @@ def rules(optimizer):
     if type(optimizer).__name__ != "Signs":
         return None
     return (Rule((State("momentum", "i8"),)),)
+''',
+    "methods/quarters.py": '''
+"""Replicas go a quarter of the way to their average."""
+
+from autopar.runtime.outer.method import PromptMethod
+
+
+class Quarters(PromptMethod):
+    """Moves parameters towards the average."""
+
+    NAME = "quarters"
+    STATES = ("anchor",)
+    CHANGES = "replicas stay apart"
+
+    def update(self, x, average, states, now):
+        x.lerp_(average, 0.25)
 ''',
     "toml/models.toml": """
 ["tiny"]
@@ -172,8 +188,9 @@ for package, name in (
     ("autopar.inter_op.schedules", "schedules"),
     ("autopar.intra_op.solvers", "solvers"),
     ("autopar.ir.fusion.patterns", "patterns"),
-    ("autopar.runtime.updates", "updates"),
+    ("autopar.runtime.optimizers", "optimizers"),
     ("autopar.ir.compression", "compression"),
+    ("autopar.runtime.outer.methods", "methods"),
 ):
     import_module(package).__path__.append(str(folder / name))
 from importlib import resources
@@ -285,6 +302,8 @@ class Signs(torch.optim.SGD):
 
 plan = autopar.plan(Model(), mesh, example_inputs=batch, optimizer=lambda p: Signs(p, lr=0.1))
 print("optimizer", plan.stages[0].update)
+apart = autopar.plan(Model(), mesh, example_inputs=batch, outer="quarters over gpu, tau=3")
+print("outer", apart.outer, apart.changes, "outer_anchor[*]" in str(apart.stages[0].update))
 model, inputs = load("tiny")
 print("zoo", "def forward" in compiled(model, inputs).source)
 """
@@ -314,5 +333,6 @@ def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
         "compression True",
         "schedule slow_fill 2",
         "optimizer * -> momentum i8[*]",
+        "outer quarters over gpu, tau=3 replicas stay apart True",
         "zoo True",
     ]

@@ -18,6 +18,7 @@ from autopar.capture.advice import explain
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.cast import computing_in
 from autopar.capture.flex import flex_traced
+from autopar.capture.full_losses import losses_in_float32
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
@@ -70,7 +71,7 @@ def capture(
     model other than tensors (caches) are dropped. If `known` operators are given, any other is
     decomposed into those by which torch defines it, if it is. With a `precision` the model is
     traced as if its parameters had the computing dtype; floating tensors of the batch are cast to
-    it for the model, but not for the loss_fn.
+    it for the model, but not for the loss_fn. Losses are float32, unless the precision is pure.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation cannot be part of a
@@ -80,7 +81,8 @@ def capture(
     """
     refuse_wrapped(model)
     with computing_in(model, precision):
-        wrapped = partial(_Flat, model, loss_fn, dtype=TORCH_DTYPES.get(precision.compute))
+        dtype = TORCH_DTYPES.get(precision.compute)
+        wrapped = partial(_Flat, model, loss_fn, dtype=dtype, pure=precision.pure)
         return _captured(model, args, kwargs or {}, loss_fn, name, known, wrapped)
 
 
@@ -264,9 +266,12 @@ class _Flat(nn.Module):
         loss_fn: Callable[..., Tensor] | None,
         inputs: Inputs,
         dtype: torch.dtype | None = None,
+        pure: bool = False,
     ) -> None:
         super().__init__()
         self.dtype = dtype
+        half = (torch.bfloat16, torch.float16)
+        self.narrow = dtype if dtype in half and not pure else None
         self.training = model.training
         self.model, self.inputs = model, inputs
         self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
@@ -281,7 +286,7 @@ class _Flat(nn.Module):
         batch = dict(zip(self.inputs.names, tensors, strict=True))
         state, buffers = State(self.model), _Buffers(self.model)
         try:
-            with self.watch, carried(), flex_traced():
+            with self.watch, carried(), flex_traced(), losses_in_float32(self.narrow):
                 named = self._call(batch)
             assigned = buffers.assigned()
             self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()

@@ -119,18 +119,15 @@ def _attention(
             why="gradients do not flow through them, and no form of attention has them",
             todo="leave out max_scores",
         )
-    if score_mod is None and return_aux is None and not lse_alone:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-        )
-    scores = _scores(query, key, scale)
+    scores, fused, sums = _scores(query, key, scale), score_mod is None, mask
     if score_mod is not None:
-        with _Positions():
+        with _Followed(scores) as followed:
             scores = score_mod(scores, *at)
+        fused, sums = followed.mask(scores, mask, query.dtype)
     out, lse = _weighted(scores, mask, value)
-    if score_mod is None:
+    if fused:  # nothing then reads the result of the scores
         out = F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+            query, key, value, sums, scale=scale, enable_gqa=enable_gqa
         )
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
@@ -223,6 +220,62 @@ class _Positions(TorchFunctionMode):
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return _looked_up(args[0], args[1])
         return func(*args, **(kwargs or {}))
+
+
+class _Followed(_Positions):
+    """Also follows the scores: what is added to them, and where they become minus infinity."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__()
+        self._shape, self._dtype = scores.shape, scores.dtype
+        self._now: Any = scores
+        self._bias: Any = 0.0
+        self._before: list[Tensor] = []
+        self._additive = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        given = (*args, *(kwargs or {}).values())
+        again = any(item is old for item in given for old in self._before)
+        if again or not self._additive:
+            self._additive = False
+        elif any(item is self._now for item in given):
+            bias = None if kwargs else self._added(func.__name__.strip("_"), args)
+            self._additive = bias is not None
+            self._before.append(self._now)
+            self._now, self._bias = result, bias
+        return result
+
+    def _added(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Returns what has been added to the scores after a call, None if that is not all."""
+        if name in ("add", "radd") and len(args) == 2:
+            return self._bias + (args[1] if args[0] is self._now else args[0])
+        if name == "sub" and len(args) == 2 and args[0] is self._now:
+            return self._bias - args[1]
+        hides = name == "where" and len(args) == 3 and args[1] is self._now
+        if hides and not isinstance(args[2], Tensor) and args[2] == -torch.inf:
+            bias = self._bias
+            wide = bias.to(self._dtype) if isinstance(bias, Tensor) else bias
+            return torch.where(args[0], wide, -torch.inf)
+        return None
+
+    def mask(
+        self, result: Tensor, mask: Tensor | None, dtype: torch.dtype
+    ) -> tuple[bool, Tensor | None]:
+        """Returns whether a mask of a dtype, which the second result is, does all that is done.
+
+        In half precision it would be rounded, as scores are not.
+        """
+        if not self._additive or result is not self._now:
+            return False, None
+        if not isinstance(self._bias, Tensor):  # a number, which all weights share
+            return True, mask
+        if dtype != self._dtype:
+            return False, None
+        bias = self._bias.to(dtype).expand(*self._bias.shape[:-2], *self._shape[-2:])
+        return True, bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
 def _looked_up(table: Tensor, index: Any) -> Any:

@@ -15,6 +15,10 @@ from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import DTYPE_NAMES, tensor_type
 
 # These draw random numbers in the memory order of their operand, others in order of dimensions.
+BY_MASK = (
+    "select with torch.where or a mask, which keeps the size; compute a mixture of experts by "
+    "autopar.mixture"
+)
 _DRAWN = re.compile(
     r"aten\.((alpha_)?dropout|rand(int)?_like|uniform|exponential|geometric|cauchy|log_normal)_?\b"
 )
@@ -60,7 +64,7 @@ def type_of(value: Tensor) -> TensorType:
         raise CaptureError(
             f"a tensor of sizes {tuple(value.shape)}",
             why="its sizes depend on values, which are not known when a model is captured",
-            todo="select with torch.where or a mask, which keeps the size",
+            todo=BY_MASK,
         )
     if value.layout is not torch.strided:
         raise CaptureError(

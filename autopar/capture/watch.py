@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.autocast_gradients import GradientsInAutocast
 from autopar.capture.selected import apply, selects
+from autopar.capture.traced import BY_MASK
 from autopar.errors import CaptureError
 from autopar.operators.assume import assumed
 
@@ -241,7 +242,7 @@ def _refuse_unknown_sizes(tensor: Tensor, name: str) -> None:
             f"a tensor of sizes [{sizes}]",
             where=current(),
             why="its sizes depend on values, which are not known when a model is captured",
-            todo=_BY_SIZE.get(name, "select with torch.where or a mask, which keeps the size"),
+            todo=_BY_SIZE.get(name, BY_MASK),
         )
 
 

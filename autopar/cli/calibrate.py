@@ -21,6 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from autopar.cli.common.console import FILE, JSON, Console, print_json, print_out, say
 from autopar.cost.calibration import Calibration
 from autopar.cost.model import AnalyticModel
+from autopar.cost.programs.choice import SIZES
 from autopar.cost.work import Work
 from autopar.errors import AutoparError, MeshError, ProgramError
 from autopar.ir.chosen_algorithms import LIBRARY
@@ -149,7 +150,8 @@ def _measure(mesh: Mesh, extent: Extent, file: Path) -> None:
     with _progress(extent.quiet or not first) as progress:
         calibration = calibrate(mesh, device, chosen, today, progress)
         if extent.algorithms:
-            effort = Effort(chosen.payloads, QUICK if extent.quick else ROUNDS)
+            payloads = tuple(size for size in chosen.payloads if size >= SIZES[0])
+            effort = Effort(payloads, QUICK if extent.quick else ROUNDS)
             compared = compare(mesh, device, effort, progress)
             exchanges = (*calibration.exchanges, *compared)
             calibration = replace(calibration, exchanges=exchanges)

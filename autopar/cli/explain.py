@@ -12,7 +12,6 @@ from autopar.cli import dim_table as dims
 from autopar.cli.common.console import JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.overlap import saved
 from autopar.explain import (
@@ -34,6 +33,7 @@ from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
+from autopar.ir.executed.execution import Execution
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
@@ -43,7 +43,7 @@ from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import linears
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.prices import limit_of_plan
+from autopar.planning.prices import limit_of_plan, slowdown_of
 from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def explained(
         The explanation: seconds and bytes by cause, operator and parameter.
     """
     price = Prices(chosen.mesh, price or AnalyticModel(chosen.mesh, in_step=True))
-    slowdown = device(chosen.mesh).slowdown
+    slowdown = slowdown_of(chosen.mesh, graph.execution)
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, price, rules, pins, _assumptions(chosen))
     for node in graph.folded:
@@ -250,7 +250,7 @@ def _assumptions(plan: StagePlan) -> Assumptions:
     """Returns how a plan's model is trained, without optimizer states, which are listed apart."""
     return Assumptions(
         update=NO_STATES,
-        slowdown=device(plan.mesh).slowdown,
+        slowdown=slowdown_of(plan.mesh, Execution.read(plan.asked.execution)),
         recompute=plan.recompute,
         microbatches=plan.microbatches,
         bucket=plan.bucket,

@@ -11,6 +11,7 @@ import click
 
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.given_stages import show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
@@ -28,6 +29,7 @@ from autopar.explain import Explanation, render_fused, render_parameters, render
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
@@ -153,6 +155,7 @@ from autopar.stage_plan import StagePlan
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the plan to this file.",
 )
+@stage_options
 @JSON
 def command(
     model: str,
@@ -184,6 +187,10 @@ def command(
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
+    stage_count: int | None,
+    microbatches: int | None,
+    schedule: str | None,
+    execution: str | None,
     as_json: bool,
 ) -> None:
     """Find the fastest way to train MODEL within the memory of the devices.
@@ -201,6 +208,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
+    autopar plan gpt2 --mesh "H100: pp=4, gpu=2" --stages 4 --microbatches 8 --batch 8
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
@@ -216,7 +224,10 @@ def command(
         "expert_load": expert_load,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
-        "stages": None if global_batch is None else "auto",
+        "stages": stage_count if global_batch is None else "auto",
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "execution": None if execution is None else Execution.read(execution),
         "global_batch": global_batch,
         "allow": allow,
     }
@@ -236,11 +247,14 @@ def command(
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method(way).beside(ADAMW))
+        options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
     if options.searches_stages:
         _pipeline(spec, mesh, options, output, as_json)
+        return
+    if options.is_pipeline:
+        show_given(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -347,4 +361,5 @@ def _solver_line(plan: StagePlan) -> str:
     extra = "".join(f"; {blocks} recomputes {how}" for blocks, how in plan.recompute.items())
     extra += f"; in host memory: {plan.offload}" if plan.offload else ""
     verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
-    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{extra}"
+    ended = f", ended by {run.ended}" if run.ended in ("work", "time") else ""
+    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{ended}{extra}"

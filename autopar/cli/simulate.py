@@ -87,7 +87,7 @@ def command(
     with stages(quiet=as_json) as progress:
         progress("simulate")
         chip = device(chosen.mesh)
-        settings = settings_on(chosen.mesh.device)
+        settings = settings_on(chosen.mesh.device, graph.execution)
         settings = replace(settings, overlap=frozenset()) if wait else settings
         settings = replace(settings, host=Host.of(host)) if host else settings
         timeline = simulated(graph, chosen, known, settings, prices(chosen, calibration))
@@ -162,7 +162,9 @@ def utilisations(
 
 
 def _products(work: NodeWork) -> float:
-    return sum(kernel.flops for kernel in (*work.forward, *work.backward) if kernel.gemm)
+    return sum(
+        kernel.share * kernel.flops for kernel in (*work.forward, *work.backward) if kernel.gemm
+    )
 
 
 def _whole(graph: Graph, plan: StagePlan) -> StagePlan:

@@ -15,6 +15,7 @@ from autopar.files.kinds import Kind
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.solvers.pulp import written
 
 SOLUTION = Kind(
     "the solution", ProblemError, "pass a file that -o wrote", bad="this is not a solution"
@@ -30,7 +31,14 @@ SOLUTION = Kind(
     show_default=True,
     help="In seconds, with the reading.",
 )
-@click.option("--solver", default="auto", show_default=True, help="Name of the solver.")
+@click.option(
+    "--method",
+    "--solver",
+    "solver",
+    default="auto",
+    show_default=True,
+    help="Name of the solver; pulp:HiGHS names a backend of PuLP.",
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
@@ -44,37 +52,47 @@ SOLUTION = Kind(
     type=click.Path(path_type=Path),
     help="Start from a solution that -o wrote.",
 )
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    help="Write the integer program as an LP file, and do not solve it.",
+)
 @click.option("--bound", "only_bound", is_flag=True, help="Print only the proven bound.")
 @JSON
 def command(
     instance: Path,
-    time_limit: float,
-    solver: str,
-    seed: int,
     output: Path | None,
-    start: Path | None,
+    write: Path | None,
     only_bound: bool,
     as_json: bool,
+    **search: Any,
 ) -> None:
     """Solve INSTANCE, a problem in the JSON of the ASPLOS 2025 contest, optionally gzipped.
 
     \b
     autopar solve example.json
     autopar solve instance.json.gz --time-limit 60 -o solution.json
+    autopar solve example.json --method mcmc
+    autopar solve example.json --write example.lp
     """
 
     began = time.perf_counter()
     with stages(quiet=as_json) as stage:
         stage("read")
         problem = read_problem(instance)
-        left = max(time_limit - (time.perf_counter() - began), 0.0)
-        options: dict[str, Any] = {}
-        if solver not in ("brute_force", "greedy"):
-            options = {"time_limit": left, "seed": seed}
-            options["progress"] = lambda text: stage(text.strip())
-        if start is not None:
-            options["start"] = _choices(start)
-        solution = solve(problem, solver, **options)
+        if write is not None:
+            FILE.write(write, written(problem))
+            return
+        left = max(search["time_limit"] - (time.perf_counter() - began), 0.0)
+        options: dict[str, Any] = {
+            "time_limit": left,
+            "work": search["time_limit"],
+            "seed": search["seed"],
+        }
+        options["progress"] = lambda text: stage(text.strip())
+        if search["start"] is not None:
+            options["start"] = _choices(search["start"])
+        solution = solve(problem, search["solver"], **options)
     result = evaluate(problem, solution)
     gap = (result.cost - solution.bound) / abs(result.cost) if result.cost else 0.0
     values = {
@@ -86,6 +104,7 @@ def command(
         "feasible": result.feasible,
         "seconds": time.perf_counter() - began,
         "solver": solution.solver,
+        "ended": solution.ended,
     }
     if output is not None:
         FILE.write(output, json.dumps({"solution": list(solution.choice)}) + "\n")
@@ -106,6 +125,8 @@ def _print(values: dict[str, Any]) -> None:
     click.echo(f"gap      {values['gap']:.3g}" + (" (optimal)" if values["gap"] <= 1e-6 else ""))
     click.echo(f"peak     {values['peak']:.15g}{share}{full}")
     click.echo(f"seconds  {values['seconds']:.2f}")
+    if values["ended"]:
+        click.echo(f"ended by {values['ended']}")
 
 
 def _choices(path: Path) -> list[int]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer
+from autopar.errors import ProgramError
 from autopar.ir.chosen_algorithms import directions
 from autopar.ir.graph import WRITE
-from autopar.ir.recompute import Recompute
+from autopar.ir.recompute import CORE, Recompute, kept_products
 from autopar.lower.lines import (
     LEAF,
     Assign,
@@ -199,11 +200,33 @@ class Body:
                     names = (f"    {name}," for name in loop.changing)
                     lines += [f"block = repeatable({function}, p, [", *names, "])"]
                     function = "block"
-                called = _checkpointed(function, arguments, loop.recompute)
+                called = self._checkpointed(function, arguments, line.run, loop.recompute)
             lines.append(f"{'    ' if away else ''}{', '.join(line.targets)} = {called}")
             self._statement(_head(loop, begin, end))
             for text in lines:
                 self._statement(f"    {text}")
+
+    def _checkpointed(self, function: str, arguments: list[str], run: int, how: Recompute) -> str:
+        """Returns the call of a block that is recomputed in the backward.
+
+        Raises:
+            ProgramError: what lies between the products of attention alone is recomputed.
+        """
+        graph, keep = self.printer.graph, ""
+        if how.kind == CORE:
+            raise ProgramError(
+                'a block cannot run with recompute="core"',
+                why="torch's checkpoints rerun a block, or keep results of chosen products; plans "
+                "and prices alone know this recomputation, for systems that have it",
+                todo='pass recompute="selective", or "save attention linear"',
+            )
+        if how.kind == "selective":
+            keep = ", context_fn=keep_products"
+        elif how.kind != "full":
+            nodes = [graph[name] for name in graph.repeats[run].iterations[0]]
+            flags = ", ".join(map(str, kept_products(nodes, how.kind).values()))
+            keep = f", context_fn=keeping({flags})"
+        return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
 
 
 def noted(note: str, lead: str = "") -> list[str]:
@@ -277,9 +300,3 @@ def _head(loop: Loop, begin: int, end: int) -> str:
         return f"for names in {loop.function.upper()}_NAMES{part}:"
     start, stop = loop.keys.start + begin, loop.keys.start + end
     return f"for i in range({f'{start}, {stop}' if start else stop}):"
-
-
-def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
-    """Returns the call of a block that is recomputed in the backward."""
-    keep = ", context_fn=keep_products" if how.kind == "selective" else ""
-    return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"

@@ -151,6 +151,7 @@ _RUNTIME = (
     "Piece",
     "find_all",
     "keep_products",
+    "keeping",
     "kernels",
     "received",
     "repeatable",

@@ -74,7 +74,7 @@ class MeasuredModel:
     def compute(self, work: Work) -> float:
         """Returns the seconds of one kernel; 0 if it neither moves nor computes anything."""
         if work not in self._known:
-            self._known[work] = self._compute(work)
+            self._known[work] = work.share * self._compute(replace(work, share=1.0))
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:

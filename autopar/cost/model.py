@@ -82,7 +82,7 @@ class AnalyticModel:
                 self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm,
                 in_step=self.in_step,
             )  # fmt: skip
-            self._known[work] = _price(seconds, work, work.flops, work.nbytes)
+            self._known[work] = _price(seconds * work.share, work, work.flops, work.nbytes)
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:

@@ -21,11 +21,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.device_work import CHUNK
-from autopar.operators.exchange import across
+from autopar.operators.exchange import across, exchanged
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
-from autopar.operators.mixture import by_name, rows_near
+from autopar.operators.mixture import by_name, dispatch_axes, rows_near
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {
@@ -41,6 +41,7 @@ _PASSED_ON = {
 }
 # Every operand's gradient is a view of the result's gradient.
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
+_SHARE = "autopar.share"
 # Views whose gradient is a new tensor: zeros around a part, or a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
 # Across the parts of a split dimension these need a temporary of the result's size, others one of
@@ -140,6 +141,8 @@ def recipe(
         float(layout.local_bytes(tensor, mesh))
         for tensor, layout in zip(node.types, out, strict=True)
     )
+    if _inside(node):
+        given = (0.0,) * len(given)
     taken = tuple(
         float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
     )
@@ -175,6 +178,8 @@ def recipe(
     if rows:
         scratch, backward = _mixture_scratch(by_name(node, types), rows, gradients, mesh)
         scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
+        there, back = _dispatched(node, types, into, mesh, form)
+        scratch, backward = scratch + there, backward + back
     if node.op == "aten.dropout" and not accelerator:
         # A CPU first draws the mask of the whole tensor: ones, noise and their comparison.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
@@ -220,11 +225,27 @@ def _mixture_scratch(
     return scaled, max(3 * scaled - given, 2 * narrow - given, 0.0)
 
 
+def _dispatched(
+    node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh, form: str
+) -> tuple[float, float]:
+    """Returns the bytes of tokens that travel to experts, forwards and backwards.
+
+    Those that arrive in a hop stay until its results leave; forwards what is sent in one hop is
+    beside them. Backwards the gradients of results arrive, and those of tokens leave later.
+    """
+    if not dispatch_axes(node, into):
+        return 0.0, 0.0
+    sides = exchanged(node, types, into, mesh, form)
+    hops = len(sides[1]) // 2 or len(sides[0]) // 3
+    arrived = [call.nbytes for call in sides[0][1 : 2 * hops : 2]]
+    return float(sum(arrived) + max(arrived)), float(sum(c.nbytes for c in sides[1][:hops]))
+
+
 def _backward_scratch(
     node: Node, operands: tuple[float, ...], result: float, gradients: tuple[float, ...]
 ) -> float:
     """Returns the bytes of the backward's temporaries."""
-    if not node.requires_grad:
+    if not node.requires_grad or node.part.fused:
         return 0.0
     if node.op == "aten.cross_entropy_loss":
         return operands[0]  # gradient of the log-softmax, before that of the logits
@@ -238,11 +259,18 @@ def _gradient(node: Node, place: int, operand: Node, size: float, result: float)
     """Returns the bytes of an operand's gradient: 0 if shared with the result's, -1 if none."""
     if not (node.requires_grad and operand.requires_grad):
         return -1.0
+    if _inside(operand):
+        return 0.0
     if node.op in _VIEWED or (place in _PASSED_ON.get(node.op, ()) and size == result):
         return 0.0
     if node.alias is not None and node.op not in _OWN_GRADIENT:
         return 0.0 if node.alias == operand.name else -1.0
     return size
+
+
+def _inside(node: Node) -> bool:
+    """Returns whether a value lives inside a kernel only, and takes no memory."""
+    return node.part.fused and not node.part.readers and node.alias is None and node.op != _SHARE
 
 
 def _like(

@@ -167,6 +167,8 @@ def repriced(explanation: Explanation, graph: Graph) -> Prediction:
         parameter_bytes=held - activations,
         activation_bytes=activations,
         hidden_seconds=explanation.hidden,
+        update_seconds=explanation.predicted.get("update_seconds", 0.0),
+        waiting_seconds=explanation.predicted.get("waiting_seconds", 0.0),
     )
 
 

@@ -200,7 +200,12 @@ class Explanation:
             "activations": moved,
             "parameters": sum(parameter.seconds for parameter in self.parameters),
         }
-        return by_cause | ({"host copies": self.copies} if self.copies else {})
+        further = {
+            "host copies": self.copies,
+            "optimizer": self.predicted.get("update_seconds", 0.0),
+            "waiting for the host": self.predicted.get("waiting_seconds", 0.0),
+        }
+        return by_cause | {name: seconds for name, seconds in further.items() if seconds}
 
     @property
     def stale(self) -> bool:

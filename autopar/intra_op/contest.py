@@ -108,17 +108,16 @@ def _from_dict(data: dict[str, Any]) -> Problem:
                 where=f"edge {a}-{b}",
                 why=f"{len(costs)} costs for {shape[0]} x {shape[1]} choices",
             )
-        links.append(Edge(a, b, np.array(_floats(costs)).reshape(shape)))
+        links.append(Edge(a, b, np.array(_floats(costs), dtype=np.float64).reshape(shape)))
     limit = data.get("usage_limit")
-    limit = None if limit is None else _floats([limit])[0]
+    limit = None if limit is None else float(_floats([limit])[0])
     return Problem(str(data["name"]), tuple(choices), tuple(links), limit)
 
 
 def _floats(values: Any) -> list[float]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
+    if not isinstance(values, list | tuple) or not set(map(type, values)) <= {int, float}:
         raise TypeError(f"expected a list of numbers, got {str(values)[:60]}")
-    return cast("list[float]", array.astype(np.float64).tolist())
+    return cast("list[float]", values)
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.intra_op.kernel_parts_work import as_part
 from autopar.intra_op.local_work import Layouts, Local
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
@@ -77,6 +78,12 @@ def node_work(
         work = own(Part(node, operand_types(graph, node), tuple(operands), mesh))
         return work if node.requires_grad else NodeWork(work.forward)
     local = Local(graph, node, operands, results, signature, mesh)
+    return as_part(local, _by_itself(local))
+
+
+def _by_itself(local: Local) -> NodeWork:
+    """Returns the kernels of an operator that runs by itself."""
+    node, signature = local.node, local.signature
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
     if node.alias is not None or (node.op.startswith("autopar.") and node.op != WRITE):

@@ -203,4 +203,5 @@ def _kind(graph: Graph, node: Node) -> Hashable:
         tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs),
         sum(graph[user].requires_grad for user in graph.users[node.name]),
         node.name in graph.aside,
+        node.part,
     )

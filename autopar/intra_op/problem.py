@@ -223,6 +223,8 @@ class Solution:
         solver: the solver's name.
         seconds: solving time.
         left: nodes that remained after reductions, if the solver reduces.
+        ended: what ended the search: "proof" of the gap, "work" or "time"; empty if it is no
+            search. Only a search that ended by time depends on the machine's speed.
     """
 
     choice: tuple[int, ...]
@@ -231,6 +233,7 @@ class Solution:
     solver: str
     seconds: float
     left: int | None = None
+    ended: str = ""
 
     @property
     def gap(self) -> float:

@@ -14,8 +14,10 @@ from functools import cached_property
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.cost.operator_memory import reduction_staging
+from autopar.cost.work import Work
 from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.node_choices import Option
+from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import IN_FLIGHT
@@ -226,6 +228,39 @@ def bucket_of(graph: Graph) -> int:
     leaves = {leaf.name: leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad}
     blocks = [sum(leaves.get(n, 0) for n in repeat.iterations[0]) for repeat in graph.repeats]
     return max(min(BUCKET, max(sum(leaves.values()) // 10, *blocks, 1)), 1)
+
+
+def bucket_by_price(graph: Graph, mesh: Mesh, prices: CostModel) -> int:
+    """Returns the bytes of gradients or parameters sent together, by measured prices.
+
+    Tensors of many owners that share a call pay its latency once, and are copied into and out of a
+    common buffer. Where copies take longer than the calls that they save, buckets are smaller than
+    `bucket_of` says, down to one for each tensor. A typical call is a reduce_scatter over all axes.
+
+    Args:
+        graph: graph with the parameters.
+        mesh: the devices.
+        prices: of calls and copies, as measured; closed forms ignore what a host pays for a call.
+    """
+    most, axes = bucket_of(graph), tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    leaves = [leaf.type for leaf in graph.leaves("param") if leaf.requires_grad]
+
+    def seconds(bucket: int) -> float:
+        total, waiting = 0.0, list[TensorType]()
+        for number, leaf in enumerate(leaves, 1):
+            waiting.append(leaf)
+            nbytes = sum(each.nbytes for each in waiting)
+            if nbytes < bucket and number < len(leaves):
+                continue
+            total += prices.collective(Collective("reduce_scatter", axes, nbytes))
+            if len(waiting) > 1:  # in: all is read and written; out: a part of it
+                moved = 2.0 * nbytes * (1 + 1 / mesh.size)
+                total += prices.compute(Work("aten.cat", 0.0, moved, leaf.dtype))
+            waiting.clear()
+        return total
+
+    smaller = [1 << power for power in range(0, most.bit_length(), 2) if 1 << power < most]
+    return min([most, *reversed(smaller)], key=seconds) if axes else most
 
 
 def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.errors import GraphError
+from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Execution, Part
 from autopar.ir.tensor import TensorType
 
 OVER = "over"  # keyword of an input of which every rank holds its part: the axes that split it
@@ -82,6 +83,7 @@ class Node:
         alias: name of the value whose storage the result shares, None for fresh storage.
         saved: names of the values that autograd saves for this node's backward (inputs, itself).
         saved_types: types of saved tensors that are not graph values (statistics, masks).
+        part: what it does of the kernels that run it.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Node:
     alias: str | None = None
     saved: tuple[str, ...] = ()
     saved_types: tuple[TensorType, ...] = ()
+    part: Part = WHOLE
 
     @property
     def type(self) -> TensorType:
@@ -189,6 +192,7 @@ class Graph:
         outputs: (user's name, node name), the loss first if there is one.
         loss: node name of the scalar to differentiate, None for an inference-only graph.
         repeats: runs of equal blocks, in execution order, disjoint.
+        execution: how a system runs the kernels of its operators.
     """
 
     name: str
@@ -196,6 +200,7 @@ class Graph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None = None
     repeats: tuple[Repeat, ...] = field(default=())
+    execution: Execution = AS_WRITTEN
 
     def __getitem__(self, name: str) -> Node:
         try:

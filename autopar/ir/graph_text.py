@@ -7,8 +7,8 @@
     output 'h' = %h
 
 A line is one node. After its types come, where they apply, `grad`, `alias(%storage)`,
-`saved(%value, ...)` and `keeps(type, ...)`, then the user's source as a comment. Outputs, the loss
-and the repeated runs follow the nodes.
+`saved(%value, ...)`, `keeps(type, ...)` and `part('...')` of a kernel, then the user's source as a
+comment. Outputs, the loss, the repeated runs and how kernels are executed follow the nodes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 
 from autopar.errors import AutoparError, GraphError
+from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Execution, Part
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source
 from autopar.ir.tensor import TensorType
 
@@ -52,6 +53,8 @@ def format_graph(graph: Graph) -> str:
         pairs = ", ".join(f"%{first} -> %{after}" for first, after in repeat.carried)
         lines.append(f"repeat carried({pairs})")
         lines += ["  block " + _references(block, " ") for block in repeat.iterations]
+    if graph.execution != AS_WRITTEN:
+        lines.append(f"execution {str(graph.execution)!r}")
     return "\n".join(lines) + "\n"
 
 
@@ -69,6 +72,8 @@ def format_node(node: Node) -> str:
         text += f" saved({_references(node.saved, ', ')})"
     if node.saved_types:
         text += f" keeps({', '.join(map(str, node.saved_types))})"
+    if node.part != WHOLE:
+        text += f" part({str(node.part)!r})"
     return text if node.source == Source() else f"{text}  # {format_source(node.source)}"
 
 
@@ -123,6 +128,7 @@ def parse_graph(text: str) -> Graph:
     outputs: list[tuple[str, str]] = []
     losses: list[str] = []
     repeats: list[Repeat] = []
+    execution = AS_WRITTEN
     for number, line in enumerate(text.split("\n"), start=1):
         reader = _Reader(line.strip())
         try:
@@ -144,6 +150,8 @@ def parse_graph(text: str) -> Graph:
                 block = tuple(reader.references())
                 last = repeats.pop()
                 repeats.append(Repeat((*last.iterations, block), last.carried))
+            elif reader.accept("execution ") and execution == AS_WRITTEN:
+                execution = Execution.read(reader.string())
             else:
                 raise ValueError("a node, graph, output, loss, repeat or block is expected here")
             reader.end()
@@ -156,7 +164,8 @@ def parse_graph(text: str) -> Graph:
             ) from None
     if header is None:
         raise GraphError("the text has no line `graph 'name'`", todo="begin with e.g. graph 'mlp'")
-    return Graph(header, tuple(nodes), tuple(outputs), (*losses, None)[0], tuple(repeats))
+    loss = (*losses, None)[0]
+    return Graph(header, tuple(nodes), tuple(outputs), loss, tuple(repeats), execution)
 
 
 class _Reader:
@@ -266,12 +275,15 @@ def _read_node(reader: _Reader) -> Node:
         saved = tuple(reader.reference() for _ in reader.items())
     if reader.accept("keeps("):
         keeps = tuple(reader.type() for _ in reader.items())
+    part = Part.parse(reader.string()) if reader.accept("part(") else WHOLE
+    if part != WHOLE:
+        reader.expect(")")
     source = Source()
     if reader.accept("#"):
         source, reader.rest = parse_source(reader.rest), ""
     return Node(
         name, op, tuple(args), tuple(kwargs), tuple(types),
-        source, requires_grad, alias, saved or (), keeps or (),
+        source, requires_grad, alias, saved or (), keeps or (), part,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class Precision:
             keeps their own.
         weights: "int8" if parameters are gathered as int8 blocks for forward and backward.
         gradients: the method that compresses gradients, "int8" or "top-k 1 %"; "" for none.
+        pure: whether losses, too, are computed in a 16-bit `compute`, instead of in f32.
 
     Raises:
         PrecisionError: a name that is not a floating dtype, a master or sums narrower than
@@ -51,6 +52,7 @@ class Precision:
     sums: str = ""
     weights: str = ""
     gradients: str = ""
+    pure: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "communication", "sums"):
@@ -78,6 +80,7 @@ class Precision:
                 why="what is left out is added to later gradients, whose scale is another one",
                 todo='pass precision="bf16", or gradients="int8", which leaves nothing out',
             )
+        object.__setattr__(self, "pure", self.pure and DTYPE_BYTES.get(self.compute, 4) == 2)
         if not self.compute or self.sums == self.compute:
             object.__setattr__(self, "sums", "")
         if self.sums and DTYPE_BYTES[self.sums] < DTYPE_BYTES[self.compute]:
@@ -95,7 +98,7 @@ class Precision:
 
     @classmethod
     def read(cls, given: str | Precision | None) -> Precision:
-        """Parses "bf16", "fp16 communication=bf16" or "weights=int8"; "fp32" changes nothing.
+        """Parses "bf16", "bf16 pure" or "fp16 communication=bf16"; "fp32" changes nothing.
 
         Raises:
             PrecisionError: the text is not a precision.
@@ -106,6 +109,8 @@ class Precision:
             return cls()
         words = str(given).split()
         compute = "" if "=" in words[0] else words.pop(0)
+        pure = bool(compute) and words[:1] == ["pure"]
+        words = words[pure:]
         starts = [at for at, word in enumerate(words) if not at or "=" in word]
         spans = zip(starts, [*starts[1:], len(words)], strict=False)
         pairs = [" ".join(words[start:end]).partition("=") for start, end in spans]
@@ -118,10 +123,11 @@ class Precision:
                 todo='write "bf16", "fp16", "fp32" or such as "bf16 communication=bf16 sums=f32 '
                 'weights=int8 gradients=top-k 1 %"',
             )
-        return cls(compute, **{name: value for name, _, value in pairs})
+        return cls(compute, **{name: value for name, _, value in pairs}, pure=pure)
 
     def __str__(self) -> str:
-        words = [self.compute, *(f"{n}={v}" for n, v in self._others if v != "f32")]
+        words = [self.compute, "pure" if self.pure else ""]
+        words += [f"{n}={v}" for n, v in self._others if v != "f32"]
         words = [*words, f"sums={self.sums}" if self.sums else ""] if self.compute else []
         words += [f"{name}={given}" for name, given in self._quantised if given]
         return " ".join(filter(None, words))

@@ -4,24 +4,33 @@ In a run of equal blocks the first ones may recompute, as their activations woul
 "full" keeps only the inputs of a block (Chen et al., "Training Deep Nets with Sublinear Memory
 Cost", arXiv:1604.06174). "selective" also keeps the results of matrix products, convolutions and
 attention, which are expensive to compute (after Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", arXiv:2205.05198). Both rerun a block only as far as its
-backward needs: up to the last operator for which autograd saves a tensor.
+Recomputation in Large Transformer Models", arXiv:2205.05198). "save linear:2 attention" keeps the
+results of these operators only, of linears every second one from the first on, as torchtitan's
+policy by operator does. "core" keeps all that the backward needs but what lies between the products
+of attention, or what fused attention keeps (arXiv:2205.05198, section 5). All rerun a block only as
+far as its backward needs: up to the last operator for which autograd saves a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError, PlanMismatchError
-from autopar.ir.graph import WRITE, Graph, Repeat
+from autopar.ir.graph import WRITE, Graph, Node, Repeat
 
 KINDS = ("selective", "full")
+CORE, SAVE = "core", "save"
 # Operators whose results "selective" keeps; `runtime/recompute.py` has the same list of kernels.
 PRODUCTS = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm",
     "aten.scaled_dot_product_attention", "aten.conv1d", "aten.conv2d", "aten.conv3d",
 )  # fmt: skip
+
+
+# Their names in "save linear:2 attention".
+ATTENTION = "aten.scaled_dot_product_attention"
+NAMES = {op.removeprefix("aten."): op for op in PRODUCTS} | {"attention": ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,12 @@ class Recompute:
     blocks: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.blocks < 1:
+        if not is_kind(self.kind) or self.blocks < 1:
             raise PlanError(
                 f"{self} is not a valid recomputation",
-                why=f"a kind, {' or '.join(KINDS)}, and a number of blocks are expected",
-                todo='write e.g. "full 8"',
+                why=f"a kind and a number of blocks are expected: {', '.join(KINDS)}, {CORE}, or "
+                f"{SAVE} and operators",
+                todo='write e.g. "full 8" or "save linear:2 attention 8"',
             )
 
     def __str__(self) -> str:
@@ -45,8 +55,58 @@ class Recompute:
     @classmethod
     def parse(cls, text: str) -> Recompute:
         """Parses "full 8"; raises PlanError for anything else."""
-        kind, _, blocks = text.partition(" ")
+        kind, _, blocks = text.rpartition(" ")
         return cls(kind, int(blocks) if blocks.isdecimal() else 0)
+
+
+def is_kind(text: str) -> bool:
+    """Returns whether a text names what a recomputed block keeps."""
+    first, *words = text.split(" ")
+    return text in (*KINDS, CORE) or (first == SAVE and bool(words) and all(map(_every, words)))
+
+
+def _every(word: str) -> tuple[str, int] | None:
+    """Parses "linear:2" into an operator and 2; None if it is no such word."""
+    name, colon, every = word.partition(":")
+    if name not in NAMES or (colon and not (every.isdecimal() and int(every))):
+        return None
+    return NAMES[name], int(every or 1)
+
+
+def kept_products(nodes: Sequence[Node], kind: str) -> dict[str, bool]:
+    """Returns for the products of a block, in order, whether their results are kept."""
+    words = kind.split(" ")[1:] if kind.startswith(SAVE) else ()
+    every = dict.fromkeys(PRODUCTS, 1) if kind == "selective" else {}
+    every |= dict(pair for pair in map(_every, words) if pair is not None)
+    seen: dict[str, int] = {}
+    found = {}
+    for node in nodes:
+        if node.op in PRODUCTS:
+            found[node.name] = node.op in every and not seen.get(node.op, 0) % every[node.op]
+            seen[node.op] = seen.get(node.op, 0) + 1
+    return found
+
+
+def _core(nodes: Sequence[Node]) -> list[str]:
+    """Returns what lies between the two products of attention, or fused attention itself.
+
+    The first product is one that a softmax reads through operators without products.
+    """
+    made, inside = {node.name: node for node in nodes}, set[str]()
+    for node in nodes:
+        if node.op == ATTENTION:
+            inside.add(node.name)
+        if node.op.startswith("aten.softmax") or node.op.startswith("aten._softmax"):
+            ahead = [node.name]
+            while ahead:
+                name = ahead.pop()
+                if name in made and name not in inside:
+                    inside.add(name)
+                    ahead += made[name].inputs if made[name].op not in PRODUCTS else ()
+    for node in nodes:  # and on from the softmax to the product of weights and values
+        if any(name in inside for name in node.inputs) and node.op not in PRODUCTS:
+            inside.add(node.name)
+    return [node.name for node in nodes if node.name in inside]
 
 
 @dataclass(frozen=True)
@@ -69,7 +129,9 @@ class Again:
 def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
     """Returns what a recomputation reruns; torch's checkpoint stops once nothing is missing."""
     nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
-    kept = frozenset(n.name for n in nodes if kind == "selective" and n.op in PRODUCTS)
+    if kind == CORE:
+        return _again_core(nodes)
+    kept = frozenset(name for name, keeps in kept_products(nodes, kind).items() if keeps)
     savers = [place for place, node in enumerate(nodes) if node.saved or node.saved_types]
     if not savers:
         return Again(frozenset(), frozenset(), kept)
@@ -80,6 +142,16 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
     once = kept | {node.name for node in nodes if node.op == WRITE}
     once |= frozenset() if runs else {last.name}
     return Again(reached - once, reached, kept, last.name)
+
+
+def _again_core(nodes: Sequence[Node]) -> Again:
+    """Returns the rerun of the core of attention, with all else that is saved kept."""
+    core = frozenset(_core(nodes))
+    wanted = {name for node in nodes for name in node.saved}
+    wanted |= {name for node in nodes if node.name in core for name in node.inputs}
+    kept = frozenset(node.name for node in nodes if node.name in wanted and node.name not in core)
+    last = next((node.name for node in reversed(nodes) if node.name in core), "")
+    return Again(core, core, kept, last)
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:
@@ -124,9 +196,9 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
 
 
 def selective_runs(graph: Graph, planned: Mapping[str, Recompute]) -> frozenset[int]:
-    """Returns the numbers of the runs of blocks that recompute selectively."""
+    """Returns the numbers of the runs of blocks that recompute, but not all."""
     choices = enumerate(of_runs(graph, planned))
-    return frozenset(run for run, how in choices if how is not None and how.kind == "selective")
+    return frozenset(run for run, how in choices if how is not None and how.kind != "full")
 
 
 def repetitions(

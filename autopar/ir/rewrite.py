@@ -83,7 +83,7 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     nodes = sorted(editor.nodes.values(), key=lambda node: not node.is_leaf)
     outputs = tuple((user, editor.resolve(name)) for user, name in graph.outputs)
     loss = None if graph.loss is None else editor.resolve(graph.loss)
-    return eliminate_dead(Graph(graph.name, tuple(nodes), outputs, loss))
+    return eliminate_dead(Graph(graph.name, tuple(nodes), outputs, loss, execution=graph.execution))
 
 
 def eliminate_dead(graph: Graph) -> Graph:

@@ -207,7 +207,9 @@ def _part(
     outputs = tuple((user, name) for user, name in graph.outputs if name in results)
     outputs += tuple((key(name), node.name) for name, node in zip(leaving, sent, strict=True))
     loss = graph.loss if graph.loss in results else None
-    return Graph(f"{graph.name}, stage {number}", (*leaves, *operators, *sent), outputs, loss)
+    nodes = (*leaves, *operators, *sent)
+    name = f"{graph.name}, stage {number}"
+    return Graph(name, nodes, outputs, loss, execution=graph.execution)
 
 
 def _sent(node: Node, fresh: Names) -> Node:
@@ -251,5 +253,5 @@ def alike(graph: Graph) -> str:
         for repeat in graph.repeats
     )
     loss = None if graph.loss is None else number[graph.loss]
-    text = format_graph(Graph("", tuple(nodes), outputs, loss, repeats))
+    text = format_graph(Graph("", tuple(nodes), outputs, loss, repeats, graph.execution))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -33,6 +33,7 @@ RESERVED = (
     "block",
     "checkpoint",
     "keep_products",
+    "keeping",
     "repeatable",
 )
 # Operators that set a layout and compute nothing.

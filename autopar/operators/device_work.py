@@ -27,6 +27,8 @@ class Work:
     """One kernel on one device, with its FLOPs and bytes moved.
 
     `dtype` is that of the operands. `gemm` is the shape for matrix units, None on vector units.
+    `share` is the part of the kernel's time that this work takes, where several operators are one
+    kernel.
     """
 
     op: str
@@ -34,6 +36,7 @@ class Work:
     nbytes: float
     dtype: str
     gemm: Gemm | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, rewrite, writes
 from autopar.operators.interpret import execute
+from autopar.passes.mask_intervals import kind_by_intervals
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 # Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.
@@ -38,7 +40,7 @@ def simplify_masks(graph: Graph) -> Graph:
             if _everything(editor[node.inputs[0]].type.shape, indices):
                 shape = node.type.shape
                 return replace(node, op="aten.reshape", args=(node.args[0], shape), kwargs=())
-        if node.op in _ANDS and _kind(_evaluate(graph, constants[0])) == "full":
+        if node.op in _ANDS and _kind_of(graph, constants[0]) == "full":
             place = graph[node.name].inputs.index(constants[0])
             other = Ref(node.inputs[1 - place])
             if editor[other.name].types == node.types:
@@ -88,7 +90,7 @@ def causal_masks(graph: Graph) -> Graph:
             return None
         key = numbers[name]
         if key not in kinds:
-            kinds[key] = _kind(_evaluate(graph, name))
+            kinds[key] = _kind_of(graph, name)
         if not kinds[key]:
             return None
         dropout = argument(node, 4, "dropout_p", 0.0)
@@ -196,6 +198,12 @@ def _repeating(value: Tensor) -> Tensor:
         if size > 1 and bool((value == first).all()):
             value = first
     return value
+
+
+def _kind_of(graph: Graph, name: str) -> str:
+    """Returns "full", "causal" or "" for a mask that depends on no input."""
+    known = kind_by_intervals(graph, name, partial(_evaluate, graph))
+    return known or _kind(_evaluate(graph, name))
 
 
 def _kind(mask: Tensor | None) -> str:

@@ -9,6 +9,7 @@ from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
 from autopar.passes.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.bags import lower_bags
+from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.losses import lower_means
 from autopar.passes.norms import lower_batch_norms
@@ -37,7 +38,7 @@ NORMALISING: tuple[Pass, ...] = (
     eliminate_dead,
 )
 # Passes that analyse a whole model, or one stage.
-FINDING: tuple[Pass, ...] = (find_repeats, annotate)
+FINDING: tuple[Pass, ...] = (find_repeats, annotate, part_kernels)
 PASSES = (*NORMALISING, *FINDING)
 
 

@@ -28,6 +28,7 @@ _FILLS = {
     "aten.new_ones": "aten.ones", "aten.ones_like": "aten.ones",
     "aten.new_full": "aten.full", "aten.full_like": "aten.full",
     "aten.zero": "aten.zeros", "aten.fill.Scalar": "aten.full",
+    "aten.new_empty": "aten.empty.memory_format",
 }  # fmt: skip
 # Operator -> the number on its right that changes nothing.
 _NEUTRAL = {

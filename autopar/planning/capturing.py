@@ -229,5 +229,6 @@ def capture_graph(
         keep("fuse", graph)
     if options.expert_load != "equal":
         graph = with_load(graph, ExpertLoad.parse(options.expert_load))
+    graph = replace(graph, execution=options.execution)
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))

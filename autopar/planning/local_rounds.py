@@ -80,7 +80,7 @@ def rounds_of(
     """
     nbytes = max(_trained_bytes(g, stage) for g, stage in zip(graphs, plan.stages, strict=True))
     hidden = method.late or method.delay > 0
-    copies = len(method.states) + hidden
+    copies = len(method.kept(outer.goes_on))
     call = Collective("all_reduce", outer.axes, int(nbytes))
     sync = AnalyticModel(mesh, in_step=True).collective(call)
     price = round_price(plan.predicted.step_seconds, sync, hidden, outer.tau.steps)

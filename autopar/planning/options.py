@@ -18,6 +18,7 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
+from autopar.ir.executed.execution import AS_WRITTEN, Execution
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
@@ -52,6 +53,7 @@ class Options:
         batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
         stored: storage of each parameter by its key, if another program has fixed it.
         expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
+        execution: how the kernels of a plan are run, for prices; see `Execution`.
         allow: "stale gradients" admits schedules that change the result of training.
 
     Raises:
@@ -82,6 +84,7 @@ class Options:
     allow: str = ""
     batches: str = GLOBAL
     expert_load: str = "equal"
+    execution: Execution = AS_WRITTEN
     stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
@@ -143,6 +146,7 @@ class Options:
             collectives=plan.collectives,
             batches=plan.asked.batches,
             expert_load=plan.asked.expert_load,
+            execution=Execution.read(plan.asked.execution),
         )
         if recorded.memory == math.inf:  # the plan records no limit
             others.setdefault("memory", None)
@@ -152,7 +156,8 @@ class Options:
     def asked(self) -> Asked:
         """The options that a plan records besides its layouts."""
         names = [field.name for field in fields(Asked)]
-        return Asked(**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in names}
+        return Asked(**{**given, "execution": str(self.execution)})
 
     @property
     def searches_stages(self) -> bool:

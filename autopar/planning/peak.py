@@ -8,6 +8,7 @@ from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
+from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
@@ -15,14 +16,18 @@ from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settin
 from autopar.stage_plan import StagePlan
 
 
-def simulated_peak(
+def with_simulated(
     graph: Graph,
     plan: StagePlan,
     known: dict[str, OpRule],
     prices: CostModel,
     repeated: Repeated | None = None,
-) -> float:
-    """Returns the peak of a simulated step in bytes per device; without a backward, the plan's own.
+) -> StagePlan:
+    """Returns the plan with what only a simulated step shows, if there is a backward.
+
+    These are its peak memory, with what the allocator holds besides, and, if it is known how
+    kernels are executed, the seconds of the update and those in which the device waits for its
+    host. A stage's are counted by its pipeline.
 
     Args:
         graph: the prepared graph.
@@ -33,16 +38,38 @@ def simulated_peak(
             stages.
     """
     if not is_trained(graph):
-        return plan.predicted.peak_bytes
+        return plan
+    counted = plan if repeated is None else replace(plan, microbatches=repeated.in_update)
+    settings = settings_on(plan.mesh.device, graph.execution)
+    step = tasks(graph, counted, works(graph, counted, known), prices, settings)
+    model, slowdown = AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown
+    timeline, predicted = run(step, model, slowdown), plan.predicted
+    peak = timeline.memory.peak
     if repeated is not None:
-        plan = replace(plan, microbatches=repeated.in_update)
-    settings = settings_on(plan.mesh.device)
-    step = tasks(graph, plan, works(graph, plan, known), prices, settings)
-    model = AnalyticModel(plan.mesh, in_step=True)
-    peak = run(step, model, device(plan.mesh).slowdown).memory.peak
-    if repeated is None:
-        return peak
-    left, trained = after_forward(step), {n.name for n in graph.leaves("param") if n.requires_grad}
-    fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    further = repeated.further.in_plan(graph, plan)
-    return peak + repeated.others(fixed + kept, kept) + further
+        left = after_forward(step)
+        trained = {n.name for n in graph.leaves("param") if n.requires_grad}
+        fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+        peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
+    elif graph.execution != AS_WRITTEN:
+        updated, waiting = timeline.phases.get("optimizer", 0.0), 0.0
+        if settings.host is not None:
+            waiting = run(step, model, slowdown, settings.host).seconds - timeline.seconds
+        predicted = replace(
+            predicted,
+            step_seconds=predicted.step_seconds + updated + waiting,
+            update_seconds=updated,
+            waiting_seconds=waiting,
+        )
+    peak /= 1 - graph.execution.reserve
+    return replace(plan, predicted=replace(predicted, peak_bytes=peak))
+
+
+def simulated_peak(
+    graph: Graph,
+    plan: StagePlan,
+    known: dict[str, OpRule],
+    prices: CostModel,
+    repeated: Repeated | None = None,
+) -> float:
+    """Returns the peak of a simulated step in bytes; arguments as in `with_simulated`."""
+    return with_simulated(graph, plan, known, prices, repeated).predicted.peak_bytes

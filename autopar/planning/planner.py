@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from autopar.cost.device import device
+from autopar.cost.measured import MeasuredModel
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -19,7 +20,7 @@ from autopar.intra_op.contest import format_problem
 from autopar.intra_op.pins.wordings import spell_out
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.storage_choices import bucket_of
+from autopar.intra_op.storage_choices import bucket_by_price, bucket_of
 from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
@@ -31,9 +32,9 @@ from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
-from autopar.planning.peak import simulated_peak
+from autopar.planning.peak import with_simulated
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.prices import calibration_of, cost_model, limit_of
+from autopar.planning.prices import calibration_of, cost_model, limit_of, slowdown_of
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
@@ -103,7 +104,9 @@ class Planner:
         self._in_update = self._microbatches if repeated is None else repeated.in_update
         late = repeated is not None and repeated.late_loss
         self._late_loss = late and graph.loss is not None
-        self._bucket, self._fingerprint = bucket_of(graph), fingerprint(graph)
+        measured = isinstance(self.prices, MeasuredModel)
+        self._bucket = bucket_by_price(graph, mesh, self.prices) if measured else bucket_of(graph)
+        self._fingerprint = fingerprint(graph)
 
     def plan(self, limit: float) -> StagePlan:
         """Returns the fastest plan within `limit` bytes of a device.
@@ -135,7 +138,7 @@ class Planner:
         given = Assumptions(
             update=options.update,
             unknown_ops=options.unknown_ops,
-            slowdown=device(self.mesh).slowdown,
+            slowdown=slowdown_of(self.mesh, options.execution),
             recompute=recompute,
             microbatches=self._in_update,
             lies=self.lies,
@@ -207,9 +210,8 @@ class Planner:
         graph, rules = self.graph, self.options.table
         plan = packed(graph, chosen.plan, self.known)
         plan = replace(plan, fused=savings(graph, plan, rules, self.known))
-        peak = simulated_peak(graph, plan, rules, self.known, self.repeated)
-        plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
-        return replace(chosen, plan=plan)
+        simulated = with_simulated(graph, plan, rules, self.known, self.repeated)
+        return replace(chosen, plan=simulated)
 
 
 def report(problem: Problem, solution: Solution) -> SolverReport:
@@ -220,4 +222,5 @@ def report(problem: Problem, solution: Solution) -> SolverReport:
         solution.left,
         solution.gap,
         round(solution.seconds, 3),
+        solution.ended,
     )

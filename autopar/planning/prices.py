@@ -9,10 +9,12 @@ from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.network import Network
+from autopar.cost.overlap import TAKE_TURNS
 from autopar.cost.programs.choice import choose
 from autopar.cost.programs.row_check import checked
 from autopar.errors import PrecisionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.planning.options import Options
@@ -66,9 +68,16 @@ def calibration_of(prices: CostModel) -> str:
     return prices.calibration.fingerprint if isinstance(prices, MeasuredModel) else ""
 
 
+def slowdown_of(mesh: Mesh, execution: Execution) -> float:
+    """Returns the slowdown of kernels and collectives side by side; 2 if they take turns."""
+    return TAKE_TURNS if execution.waits else device(mesh).slowdown
+
+
 def limit_of(mesh: Mesh, options: Options) -> float:
-    """Returns the memory limit of a device in bytes."""
-    limit = device(mesh).usable if options.memory is None else options.memory
+    """Returns the memory limit of a device in bytes; all of it where the allocator's is known."""
+    chip = device(mesh)
+    usual = chip.memory if options.execution.reserve else chip.usable
+    limit = usual if options.memory is None else options.memory
     return parse_quantity(limit, "B") if isinstance(limit, str) else limit
 
 

@@ -15,7 +15,7 @@ from functools import cache
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.recompute import KINDS, Recompute, run_names
+from autopar.ir.recompute import KINDS, Recompute, is_kind, run_names
 from autopar.planning.within_memory import EXACT
 from autopar.stage_plan import StagePlan
 
@@ -170,12 +170,13 @@ def parse_recompute(graph: Graph, wanted: str) -> dict[str, Recompute]:
     """Parses an option such as "full 8"; raises PlanError if it cannot be parsed."""
     if wanted == "none":
         return {}
-    if wanted in KINDS:
+    if is_kind(wanted):
         return _of_all(graph, wanted, 1.0)
     try:
         how = Recompute.parse(wanted)
     except PlanError as error:
-        error.todo = f'pass "auto", "none", {", ".join(map(repr, KINDS))} or "full 8"'
+        known = ", ".join(map(repr, KINDS))
+        error.todo = f'pass "auto", "none", {known}, "save linear:2 attention" or "full 8"'
         raise
     pairs = zip(run_names(graph), graph.repeats, strict=True)
     return {name: Recompute(how.kind, min(how.blocks, repeat.count)) for name, repeat in pairs}

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
 PRODUCTS = (
     aten.mm.default,
@@ -80,11 +81,30 @@ class _OfProducts(TorchDispatchMode):
         return self._context.__torch_dispatch__(func, types, args, given)
 
 
-def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def keep_products() -> Contexts:
     """Returns contexts for a block and its recomputation that run products and attention once."""
-    first, again = create_selective_checkpoint_contexts(_policy)
+    return _contexts(lambda _again: True)
+
+
+def keeping(*kept: bool) -> Callable[[], Contexts]:
+    """Returns what makes contexts for a block whose products are run once where `kept` says so.
+
+    Args:
+        *kept: for each product and attention of the block, in order.
+    """
+
+    def contexts() -> Contexts:
+        left = {again: iter(kept) for again in (False, True)}
+        return _contexts(lambda again: next(left[again]))
+
+    return contexts
+
+
+def _contexts(keeps: Callable[[bool], bool]) -> Contexts:
+    def policy(context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if keeps(context.is_recompute):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(policy)
     return _OfProducts(first), _OfProducts(again)
-
-
-def _policy(_context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE

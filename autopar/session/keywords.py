@@ -30,13 +30,14 @@ from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
 from autopar.planning.options import AUTO, GLOBAL, Options
-from autopar.runtime.outer.local_updates import ANCHOR, AVERAGE
+from autopar.runtime.outer.method import ANCHOR, AVERAGE
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
@@ -121,10 +122,15 @@ class PlanKeywords(AverageKeywords, total=False):
             other axes pass the same part. See `Session.data_rank`.
         expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
             "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
+        execution: how the system runs the kernels, for prices and memory: "compiled=blocks merged
+            loss=steps host=compiled optimizer=28"; see `autopar/ir/executed/execution.py`. By
+            default every operator is a kernel.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
             part of a batch. A given plan states its own method.
+        on_loss: with `outer`, "continue" leaves a replica of which a rank is lost out of the
+            averages, with a warning; "error", the default, stops all. It is part of `outer`.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -149,7 +155,9 @@ class PlanKeywords(AverageKeywords, total=False):
     collectives: str | Sequence[str] | None
     batches: str
     expert_load: str
+    execution: str | Execution
     outer: Outer | str | None
+    on_loss: str | None
     trace: str | Path | None
 
 
@@ -220,6 +228,7 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "expert_load": Text(2**20),
+    "execution": Or((_WORD, Of((Execution,), "an autopar.Execution"))),
     "backend": _WORD,
     "batches": _WORD,
     "on_nonfinite": _WORD,
@@ -228,6 +237,7 @@ _CHECKS: dict[str, Check] = {
     "shapes": Whole(1, 2**10),
     "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
+    "on_loss": Or((NOTHING, _WORD)),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -236,7 +246,7 @@ DEFAULTS: CompileKeywords = {
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None, "evaluate": None,
+    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
 }  # fmt: skip
 
 
@@ -305,8 +315,9 @@ def planning_options(
         fuse=fuse,
         offload=options["offload"] or "none",
         batches=_batches(plan, options["batches"]),
+        execution=Execution.read(options["execution"]),
         collectives=_collectives(plan, options["collectives"]),
-        update=update if outer is None else method_of(outer).beside(update),
+        update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
     )
 
 
@@ -334,7 +345,10 @@ def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None
         OptionError: a text cannot be read.
         PlanMismatchError: the plan has another method.
     """
-    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    options = {**DEFAULTS, **given}
+    wanted = Outer.read(options["outer"])
+    if wanted is not None and options["on_loss"] is not None:
+        wanted = replace(wanted, on_loss=options["on_loss"])
     if plan is None or wanted in (None, plan.outer):
         return wanted if plan is None else plan.outer
     raise PlanMismatchError(

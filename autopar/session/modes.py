@@ -7,12 +7,24 @@ and trained parameters with the captured state.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
 
 _PLAIN = (bool, int, float, str, tuple)
+
+
+def refuse_autocast() -> None:
+    """Raises ProgramError inside torch.autocast, which would cast operands once more."""
+    active = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    if active:
+        raise ProgramError(
+            f"torch.autocast({active[0]!r}) is active",
+            why="the program's dtypes are those of its plan",
+            todo='pass precision="bf16" to compile, and call the program outside of autocast',
+        )
 
 
 class Modes:

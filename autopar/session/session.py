@@ -31,7 +31,7 @@ from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
-from autopar.session.modes import Modes, refuse_other_parameters
+from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 
 EAGERLY = Running()
 
@@ -75,6 +75,7 @@ class Session(Trained, Checkpointed, Evaluating):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiles and loads the program for batches like this one, as the first step would."""
         self._refuse_closed()
+        refuse_autocast()
         if self._executor is not None:
             return
         recorder = Peers.here().recorder

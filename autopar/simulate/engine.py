@@ -83,6 +83,15 @@ def issue_seconds(task: Task, host: Host) -> float:
     return each[task.phase] * (1 if isinstance(task.what, HostCopy) else len(task.what))
 
 
+def issued_seconds(tasks: Sequence[Task], host: Host | None) -> dict[str, float]:
+    """Returns the seconds in which a host issues the tasks of each phase of a step."""
+    found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    if host is not None:
+        for task in tasks:
+            found[task.phase] += issue_seconds(task, host)
+    return found
+
+
 @dataclass(slots=True)
 class _Running:
     position: int

@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
-from autopar.ir.tensor import TensorType
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.ir.update import Rule, owner_hops
 from autopar.simulate.buffers import Buffer, Recorder
 from autopar.simulate.owned_update import Owned, owned_update
@@ -87,14 +87,20 @@ def updated_in(
     return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together, states, owned)
 
 
-def update_works(trained: Sequence[Updated], fused: bool, bucket: int = BUCKET) -> list[Work]:
+def update_works(
+    trained: Sequence[Updated], fused: bool, bucket: int = BUCKET, each: float = 0.0
+) -> list[Work]:
     """The kernels of an update of all of these at once, and of the rounding of masters.
 
     Args:
         trained: not empty.
         fused: whether it is AdamW's kernel, which rounds what stays.
         bucket: bytes of gradients that are reduced together.
+        each: bytes moved for each parameter, if a system's are known; 0 for these kernels' own.
     """
+    if each:
+        values = sum(one.nbytes / DTYPE_BYTES[one.dtype] for one in trained)
+        return [Work("optimizer", 12 * values, each * values, trained[0].dtype)]
     dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
     works = [optimizer_work(nbytes, sum(each.states for each in trained), dtype)]
     left = [each for each in trained if each.rounded]
@@ -209,7 +215,7 @@ def _step(
     for group in groups:
         nbytes = sum(each.nbytes for each in group)
         name = "update" if at_once else f"update of {group[0].name}"
-        works = update_works(group, fused, bucket)
+        works = update_works(group, fused, bucket, settings.optimizer)
         recorder.compute(name, "", tuple(works))
         if fused:
             copied = sum(each.nbytes for each in _copied(group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.kernel_tables import Host
+from autopar.ir.executed.execution import AS_WRITTEN, Execution
 
 OVERLAPS = ("gradient", "parameter", "refetch")
 
@@ -24,6 +25,7 @@ class Settings:
             block ahead; gathering them again so. An emitted program waits for none on accelerators,
             on a CPU for all but the second.
         host: seconds in which a host issues the work; by default it is all there at once.
+        optimizer: bytes that an update moves for each parameter; 0 for those of the plan's.
     """
 
     update_bytes: float = 2.0
@@ -31,9 +33,10 @@ class Settings:
     accelerator: bool = False
     overlap: frozenset[str] = frozenset()
     host: Host | None = None
+    optimizer: float = 0.0
 
 
-def settings_on(name: str) -> Settings:
+def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
     """Returns the settings of a kind of device, "cpu" or an accelerator's name.
 
     On accelerators torch updates all parameters at once, and the program waits neither for
@@ -41,4 +44,6 @@ def settings_on(name: str) -> Settings:
     """
     if name.lower() == "cpu":
         return Settings(overlap=frozenset({"parameter"}))
-    return Settings(1.0, True, True, frozenset(OVERLAPS))
+    host = Host.of(execution.host) if execution.host else None
+    overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
+    return Settings(1.0, True, True, overlap, host, execution.optimizer)

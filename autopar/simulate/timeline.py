@@ -189,7 +189,7 @@ class Timeline:
         for span in self.spans:
             for work in span.task.what if isinstance(span.task.what, tuple) else ():
                 if work.gemm is not None:
-                    flops = span.task.share * work.flops
+                    flops = span.task.share * work.share * work.flops
                     by_dtype[work.dtype] = by_dtype.get(work.dtype, 0.0) + flops
         return by_dtype
 

@@ -134,29 +134,28 @@ class LlamaLayer(nn.Module):
         self.w1, self.w3 = (nn.Linear(h, sizes.inner, bias=False) for _ in range(2))
         self.w2 = nn.Linear(sizes.inner, h, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Residual attention and perceptron of x [batch, seq, hidden]."""
-        x = x + self.wo(self._attention(self.norm_1(x), cos, sin))
+        x = x + self.wo(self._attention(self.norm_1(x), turns))
         y = self.norm_2(x)
         added: Tensor = self.w2(F.silu(self.w1(y)) * self.w3(y))
         return x + added
 
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, turns: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         size = hidden // self.heads
         query = self.wq(x).view(batch, seq, self.heads, size)
         key = self.wk(x).view(batch, seq, self.groups, size)
         value = self.wv(x).view(batch, seq, self.groups, size).transpose(1, 2)
-        query, key = (_rotated(t.transpose(1, 2), cos, sin) for t in (query, key))
+        query, key = (_rotated(t.transpose(1, 2), turns) for t in (query, key))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(batch, seq, hidden)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, computed in f32, of x [batch, heads, seq, size]."""
-    wide = x.float()
-    left, right = wide.chunk(2, -1)
-    return (wide * cos + torch.cat((-right, left), -1) * sin).type_as(x)
+def _rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions of x [batch, heads, seq, size], a product of complex numbers as Llama's."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
 class Llama(nn.Module):
@@ -169,10 +168,10 @@ class Llama(nn.Module):
         self.norm = RMSNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The mean loss; cos and sin are tables [seq, hidden / heads] in f32."""
+    def forward(self, tokens: Tensor, labels: Tensor, turns: Tensor) -> Tensor:
+        """The mean loss; `turns` is a table [seq, hidden / heads / 2] of complex numbers."""
         x = self.words(tokens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, turns)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -88,8 +88,8 @@ def _captured(model: str, tp: int, batch: int, seq: int) -> Captured:
     with torch.device("meta"):
         module = Llama(sizes).bfloat16()
         tokens = torch.zeros(batch, sizes.seq, dtype=torch.long)
-        turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads)
-    inputs = {"tokens": tokens, "labels": tokens, "cos": turns, "sin": turns}
+        turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads // 2, dtype=torch.complex64)
+    inputs = {"tokens": tokens, "labels": tokens, "turns": turns}
     words: PinsLike = [pins.megatron_sp("tp"), _split(sizes, batch)] if tp > 1 else []
     return captured(module, inputs, f"{DEVICE}: tp={tp}", words)
 

@@ -54,6 +54,14 @@ def linear_bias(bias: Tensor) -> Callable[..., Tensor]:
     return lambda score, b, h, i, j: score + bias[h] * (j - i)
 
 
+def masked_bias(bias: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: torch.where(i >= j, score - bias[h] * (i - j), -torch.inf)
+
+
+def twice(bias: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: score + bias[h] * score.abs()
+
+
 def capped(bias: Tensor) -> Callable[..., Tensor]:
     return lambda score, b, h, i, j: torch.where(i >= j, 2 * torch.tanh(score / 2), -torch.inf)
 
@@ -62,6 +70,8 @@ CASES = {
     "documents": (packed, None, 4),
     "window, grouped heads": (window, None, 2),
     "bias by distance": (packed, linear_bias, 4),
+    "masked bias, grouped heads": (None, masked_bias, 2),
+    "scores read twice": (window, twice, 4),
     "cap, grouped heads": (None, capped, 2),
     "cap and a window": (window, capped, 4),
 }
@@ -93,6 +103,8 @@ def test_values_are_those_of_torch(name: str) -> None:
     with torch.no_grad():
         known = model.requires_grad_(False)(*tensors, DOCUMENTS)
     torch.testing.assert_close(found["output"], known, rtol=1e-9, atol=1e-9)
+    fused = any(node.op == "aten.scaled_dot_product_attention" for node in graph.nodes)
+    assert fused == (scored in (None, linear_bias, masked_bias))
 
 
 @pytest.mark.parametrize("name", ["window, grouped heads", "bias by distance", "cap and a window"])

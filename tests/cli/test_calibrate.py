@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.errors import CalibrationError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.compare import QUICK, Effort, compare
 from autopar.runtime.communication.measure import Settings, calibrate, groups
 from tests.support.models import mlp, squared_error
 from tests.support.ranks import run_ranks
@@ -34,9 +36,13 @@ def on_ranks(mesh: str, settings: Settings) -> Calibration:
         assert name
         assert number <= total
 
-    made = calibrate(Mesh.parse(mesh), torch.device("cpu"), settings, "2026-01-31", progress)
+    where = Mesh.parse(mesh), torch.device("cpu")
+    made = calibrate(*where, settings, "2026-01-31", progress)
     assert seen == sorted(seen)
-    return made
+    seen.clear()
+    compared = compare(*where, Effort(settings.payloads, QUICK), progress)
+    assert seen == list(range(1, len(seen) + 1))
+    return replace(made, exchanges=(*made.exchanges, *compared))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +55,26 @@ def test_all_ranks_get_one_calibration_of_every_kind(pair: list[Calibration]) ->
     assert first == second
     assert len(first.products) == len(TINY.lengths) ** 3
     assert {call.kind for call in first.exchanges} == KINDS
-    assert len(first.exchanges) == len(KINDS) * len(TINY.payloads)
+    plain = [call for call in first.exchanges if not call.by]
+    assert len(plain) == len(KINDS) * len(TINY.payloads)
     assert {"optimizer", "aten.gelu", "aten.gelu backward"} <= {k.op for k in first.kernels}
     assert Calibration.from_toml(first.to_toml()) == first
     model = MeasuredModel(PAIR, first)
-    for call in first.exchanges:
+    for call in plain:
         assert model.measured(Collective(call.kind, call.axes, 1000))
+
+
+def test_algorithms_are_compared_at_every_size(pair: list[Calibration]) -> None:
+    compared = [call for call in pair[0].exchanges if call.by]
+    assert {call.kind for call in compared} == {kind for kind in KINDS if "_" in kind}
+    model = MeasuredModel(PAIR, pair[0])
+    for kind in {call.kind for call in compared}:
+        own = {(call.by, call.nbytes) for call in compared if call.kind == kind}
+        assert len(own) == len(TINY.payloads) * len({by for by, _ in own})
+        assert {"library", *model.compared(kind, ("gpu",))} == {by for by, _ in own}
+        # Equal rounds are measured once: two ranks make a ring of one message each.
+        names = [by for by in model.compared(kind, ("gpu",)) if "/" not in by]
+        assert not {"flat_ring", "2d_torus"} <= {*names}
 
 
 def test_every_group_of_axes_is_measured() -> None:

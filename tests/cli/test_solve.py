@@ -174,3 +174,28 @@ def at_once(problem: Problem, solver: str) -> str:
     except InfeasibleError as error:
         return (error.why or "").partition("; ")[2]
     return "fits" if evaluate(problem, found).feasible else "does not fit"
+
+
+def test_methods_and_the_program_in_words(instance: Path, tmp_path: Path) -> None:
+    """All methods that find a choice find one at least as expensive as PuLP's optimum."""
+    exact = json.loads(run(instance, "--method", "pulp:CBC", "--json").stdout)
+    for method in ("ilp", "pulp:HiGHS", "brute_force"):
+        found = json.loads(run(instance, "--method", method, "--json").stdout)
+        assert found["cost"] == exact["cost"] == exact["bound"]
+    for method in ("mcmc", "annealing", "random"):
+        found = json.loads(
+            run(instance, "--method", method, "--time-limit", "0.5", "--json").stdout
+        )
+        assert found["feasible"]
+        assert exact["cost"] <= found["cost"]
+        assert found["ended"] in ("work", "time")
+    run(instance, "--write", tmp_path / "three.lp")
+    text = (tmp_path / "three.lp").read_text()
+    for words in (
+        "choose_n0_1",
+        "one_choice_n2:",
+        "follows_n0_n1_0_0:",
+        "memory_2:",
+        "pair_n1_n2_1_2_0",
+    ):
+        assert words in text

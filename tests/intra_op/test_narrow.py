@@ -14,10 +14,11 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate, frugal
 from autopar.intra_op.reduce import Flat, flatten
 from autopar.intra_op.reduce.flat import Floats, Ints
-from autopar.intra_op.solvers import _exact, solve
+from autopar.intra_op.solvers import solve
 from autopar.intra_op.solvers._dual import Dual, ascend
-from autopar.intra_op.solvers._narrow import narrow
-from autopar.intra_op.solvers._program import solve_program
+from autopar.intra_op.solvers._integer import closing
+from autopar.intra_op.solvers._integer.integer_program import solve_program
+from autopar.intra_op.solvers._integer.narrowing import narrow
 from autopar.intra_op.solvers._search import Search
 
 
@@ -117,8 +118,8 @@ def test_a_much_better_price_begins_the_program_anew(monkeypatch: pytest.MonkeyP
             return "stopped", -math.inf
         return status, bound
 
-    monkeypatch.setattr(_exact, "solve_program", early)
-    monkeypatch.setattr(_exact, "HALF", 0.999)
+    monkeypatch.setattr(closing, "solve_program", early)
+    monkeypatch.setattr(closing, "HALF", 0.999)
     monkeypatch.setattr(Search, "_improve", lambda search, choice: None)  # begin with a poor price
     for problem in PROBLEMS[:12]:
         best = float(prices(flatten(problem))[1].min())

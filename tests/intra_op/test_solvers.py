@@ -12,7 +12,8 @@ import pytest
 from autopar.errors import InfeasibleError, MissingDependencyError, ProblemError
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import critical_times, reduce
-from autopar.intra_op.solvers import _cbc, _program, _search, solve, solvers
+from autopar.intra_op.solvers import _search, solve, solvers
+from autopar.intra_op.solvers._integer import cbc, integer_program
 
 EXACT = 1e-9  # relative; what is left is the rounding of sums
 
@@ -247,9 +248,9 @@ def test_the_least_attainable_peak_is_in_the_message() -> None:
 
 
 def test_cbc_takes_over_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_program.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(integer_program.importlib.util, "find_spec", lambda name: None)
     try:
-        _cbc._cbc(1.0, 0.0)
+        cbc._cbc(1.0, 0.0)
     except MissingDependencyError:
         pytest.skip("PuLP comes without CBC here")
     steps: list[str] = []
@@ -277,7 +278,7 @@ def test_discovery_and_unknown_solvers() -> None:
     assert {"brute_force", "greedy", "ilp"} <= set(solvers())
     with pytest.raises(ProblemError, match="'simplex'") as caught:
         solve(loose(0), "simplex")
-    assert "brute_force, greedy, ilp" in str(caught.value)
+    assert "brute_force, elimination, greedy, ilp" in str(caught.value)
 
 
 def test_brute_force_refuses_what_is_too_large() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.operators.attention.partial_attention import _merged_by_kernel, merge
 from autopar_kernels import adamw, co2, quantize
 from autopar_kernels.linear_cross_entropy import (
     parallel_cross_entropy,
@@ -294,6 +295,17 @@ def test_attentions_to_parts_of_the_keys_merge_into_that_to_all() -> None:
     whole, total = attention(slice(0, 6))
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, total)
+
+
+def test_a_ring_merges_parts_alike_with_and_without_the_kernel() -> None:
+    rows = [DRAW.normal(2, 6, 3, 16, dtype=torch.float32).transpose(1, 2) for _ in range(2)]
+    sums = [DRAW.normal(2, 3, 6, 1, dtype=torch.float32) for _ in range(2)]
+    sums[0][0, 0, :2] = sums[1][0, 0, 1:3] = -torch.inf
+    out, lse = merge(rows[0], sums[0], rows[1], sums[1])
+    assert _merged_by_kernel(rows[0], sums[0], rows[1], sums[1])
+    torch.testing.assert_close(rows[0], out)
+    torch.testing.assert_close(sums[0], lse)
+    assert not _merged_by_kernel(rows[0].contiguous(), sums[0], rows[1], sums[1])
 
 
 def test_the_outer_step_of_co2_clips() -> None:

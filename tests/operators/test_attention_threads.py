@@ -6,6 +6,7 @@ devices, whose parts have unequal lengths.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from autopar.intra_op.proofs.thread_ranks import ThreadDevice, on_all_devices
 from autopar.ir.mesh import Mesh
+from autopar.operators.attention.balanced_attention import shares
 from tests.operators.test_attention_forms import SHAPES, Shape, draw, whole
 
 LATENT = Shape((4, 4), (19, 19), (6, 3), "causal")  # widths of keys and values as in MLA
@@ -23,7 +25,7 @@ CASES = {
     "latent": LATENT,
     "latent, documents": Shape((4, 4), (19, 19), (6, 3), "documents"),
 }
-FORMS = ("gathered", "ring", "zigzag")
+FORMS = ("gathered", "ring", "zigzag", "balanced")
 
 
 def on_device(
@@ -69,6 +71,8 @@ def test_parts_are_those_of_the_whole(count: int) -> None:
         for form in FORMS:
             if form == "zigzag" and not shape.causal:
                 continue
+            if form == "balanced" and shape.mask not in ("window", "documents"):
+                continue
             devices = on_all_devices(
                 Mesh.parse(f"cpu: x={count}"),
                 lambda rank, device, form=form, shape=shape: on_device(device, form, shape),
@@ -93,6 +97,9 @@ def check_calls(form: str, calls: Counter[str], n: int) -> None:
         assert calls["stack"] == 2
         assert calls["sum_parts"] + calls["deal"] <= n
         assert forward == 1
+    elif form == "balanced":
+        assert calls["stack"] == 1
+        assert calls["deal"] == 4
     else:
         assert forward <= (max(n - 1, 2) if form == "zigzag" else n - 1)
         assert every <= 3 * n - 2
@@ -120,3 +127,25 @@ def test_the_zigzag_order_sends_bytes_where_dtypes_differ() -> None:
         assert found.dtype == torch.bfloat16
         error = (found.double() - known).norm() / known.norm()
         assert error < 0.02
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_documents_are_balanced_by_what_they_see(count: int) -> None:
+    """One long document and many short ones: a contiguous division leaves most to one device."""
+    lengths = [512, *[32] * 16]
+    spans = [
+        (start, start + at + 1)
+        for start, size in zip(itertools.accumulate([0, *lengths]), lengths, strict=False)
+        for at in range(size)
+    ]
+    seen = [high - low for low, high in spans]
+    dealt = [
+        sum(seen[at] for start, size in runs for at in range(start, start + size))
+        for runs in shares(spans, count)
+    ]
+    assert sum(dealt) == sum(seen)
+    size = len(seen) // count
+    contiguous = [sum(seen[at * size : (at + 1) * size]) for at in range(count)]
+    mean = sum(seen) / count
+    assert max(contiguous) > 1.4 * mean
+    assert max(dealt) < 1.15 * mean

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import resource
+from itertools import islice, product
+
+import pytest
+import torch
 
 from autopar.capture.capture import capture
+from autopar.ir.graph_text import parse_graph
+from autopar.passes.attention_masks import causal_masks
 from autopar.passes.normalise import prepare
 from tests.support import models
 
@@ -19,3 +25,71 @@ def test_a_causal_mask_of_a_big_batch_is_judged_in_little_memory() -> None:
     assert [len(node.inputs) for node in attention] == [3]
     assert [node.args[5] for node in attention] == [True]
     assert grown < 2**19, "kilobytes"
+
+
+HEAD = """graph 'mask'
+%q = input('q') : f32[1, 2, {n}, 4] grad
+%i = aten.arange({n}) : i64[{n}]
+%row = aten.reshape(%i, (1, 1, {n}, 1)) : i64[1, 1, {n}, 1]
+%column = aten.reshape(%i, (1, 1, 1, {n})) : i64[1, 1, 1, {n}]
+%later = aten.add.Scalar(%row, 1) : i64[1, 1, {n}, 1]
+%third = aten.floor_divide(%row, 3) : i64[1, 1, {n}, 1]
+%column_third = aten.floor_divide(%column, 3) : i64[1, 1, 1, {n}]
+%all = aten.ge.Scalar(%row, 0) : bool[1, 1, {n}, 1]
+{lines}
+%y = aten.scaled_dot_product_attention(%q, %q, %q, %m) : f32[1, 2, {n}, 4] grad
+output 'y' = %y
+"""
+TERMS = {
+    f"aten.{name}.Tensor(%{left}, %{right})": (name, left, right)
+    for name in ("le", "lt", "ge", "gt", "eq")
+    for left, right in (
+        ("row", "column"),
+        ("column", "row"),
+        ("column", "later"),
+        ("third", "column_third"),
+    )
+}
+
+
+def dense(term: str, n: int) -> torch.Tensor:
+    name, left, right = TERMS[term]
+    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    values = {
+        "row": row, "column": column, "later": row + 1, "third": row // 3,
+        "column_third": column // 3,
+    }  # fmt: skip
+    return getattr(torch, name)(values[left], values[right])
+
+
+def recognised(terms: tuple[str, ...], n: int) -> str:
+    """How attention is masked: "full", "causal" or "mask"."""
+    kind = f"bool[1, 1, {n}, {n}]"
+    lines = [f"%m{at} = {term} : {kind}" for at, term in enumerate(terms)]
+    lines.append(f"%m = aten.__and__.Tensor(%m0, %{'m1' if len(terms) > 1 else 'all'}) : {kind}")
+    (node,) = causal_masks(parse_graph(HEAD.format(n=n, lines="\n".join(lines)))).nodes[-1:]
+    if len(node.inputs) == 4:
+        return "mask"
+    return "causal" if node.args[5:6] == (True,) else "full"
+
+
+def test_masks_of_numbers_are_what_they_are_as_a_whole() -> None:
+    n = 7
+    for terms in (*((t,) for t in TERMS), *islice(product(TERMS, repeat=2), 0, None, 13)):
+        mask = torch.stack([dense(term, n) for term in terms]).all(0)
+        causal = torch.ones(n, n, dtype=torch.bool).tril()
+        kind = "full" if mask.all() else "causal" if torch.equal(mask, causal) else "mask"
+        assert recognised(terms, n) == kind, terms
+
+
+@pytest.mark.parametrize(
+    ("terms", "kind"),
+    [
+        (("aten.le.Tensor(%column, %row)",), "causal"),
+        (("aten.ge.Tensor(%row, %column)", "aten.lt.Tensor(%column, %later)"), "causal"),
+        (("aten.lt.Tensor(%column, %row)",), "mask"),
+        (("aten.le.Tensor(%column, %row)", "aten.eq.Tensor(%third, %column_third)"), "mask"),
+    ],
+)
+def test_a_mask_of_a_million_positions_is_recognised(terms: tuple[str, ...], kind: str) -> None:
+    assert recognised(terms, 2**20) == kind

@@ -88,14 +88,18 @@ graph 'g'
 %b = aten.new_full(%w, (3,), 1, dtype=i64) : i64[3]
 %c = aten.new_zeros(%w, (2, 1)) : f64[2, 1]
 %d = aten.ones_like(%b, dtype=f32) : f32[3]
+%e = aten.new_empty(%w, (2, 1)) : f64[2, 1]
+%f = aten.slice_scatter(%e, %c, 1, 0, 1) : f64[2, 1]
 output 'a' = %a
 output 'b' = %b
 output 'c' = %c
 output 'd' = %d
+output 'f' = %f
 """,
     )
-    assert ops(after) == ["aten.full", "aten.full", "aten.zeros", "aten.ones"]
-    assert not any(node.inputs for node in after.nodes)
+    constants = ["aten.full", "aten.full", "aten.zeros", "aten.ones", "aten.empty.memory_format"]
+    assert ops(after) == [*constants, "aten.slice_scatter"]
+    assert not any(node.inputs for node in after.nodes if node.op in constants)
 
 
 def test_views_and_casts_have_one_spelling() -> None:

@@ -10,11 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.cost.calibration import Calibration, Exchange, Timing
+from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
 from autopar.cost.programs.played_seconds import Pace, played_seconds
-from autopar.errors import CollectiveError, MeshError, OptionError, PlanMismatchError
+from autopar.errors import (
+    CalibrationError,
+    CollectiveError,
+    MeshError,
+    OptionError,
+    PlanMismatchError,
+)
 from autopar.explain.moves import moves
 from autopar.ir.chosen_algorithms import (
     LIBRARY_ONLY,
@@ -200,3 +208,52 @@ def test_what_makes_no_sense_is_refused_before_planning() -> None:
         planned(collectives=3)
     with pytest.raises(PlanMismatchError, match="algorithms"):
         autopar.compile(model(), "cpu: gpu=1", plan=planned(), collectives="auto")
+
+
+def measured(factors: dict[str, tuple[float, float]]) -> MeasuredModel:
+    """A calibration in which calls take (seconds, seconds a byte), by algorithm."""
+    exchanges = [
+        Exchange("all_reduce", ("node", "gpu"), float(n), Timing(first + each * n, 0.0), by)
+        for by, (first, each) in factors.items()
+        for n in (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+    ]
+    mesh = Mesh.parse("cpu: node=2, gpu=2")
+    made = Calibration(mesh, "2", "2026-01-31", exchanges=tuple(exchanges))
+    assert Calibration.from_toml(made.to_toml()) == made
+    return MeasuredModel(mesh, made)
+
+
+def test_measured_algorithms_are_chosen_by_what_they_took_beside_the_library() -> None:
+    prices = measured(
+        {
+            "": (5e-3, 3e-9),  # as programs call it, after work
+            "library": (2e-3, 3e-9),
+            "h_ring": (1e-3, 4e-9),
+            "2d_torus/4": (4e-3, 1e-9),
+            "flat_ring": (9e-3, 9e-9),
+        }
+    )
+    network = Network(prices.analytic.mesh, prices.device)
+    rows = choose(network, prices.collective, prices.compared)
+    assert {row.kind for row in rows.rows} == {"all_reduce"}  # nothing else was measured
+    for nbytes, best in ((1 << 10, "h_ring"), (1 << 18, "h_ring"), (1 << 22, "2d_torus/4")):
+        assert rows.by("all_reduce", ("node", "gpu"), nbytes) == best
+    # The wait that programs have before a call stays.
+    call = Collective("all_reduce", ("node", "gpu"), 1 << 22)
+    gain = prices.collective(call) - prices.collective(rows.named(call))
+    assert gain == pytest.approx(2e-9 * (1 << 22) - 2e-3)
+
+
+def test_the_library_stays_where_nothing_measured_is_faster() -> None:
+    prices = measured({"library": (2e-3, 1e-9), "h_ring": (2e-3, 0.99e-9)})
+    assert not choose(
+        Network(prices.analytic.mesh, prices.device), prices.collective, prices.compared
+    )
+    alone = measured({"": (2e-3, 1e-9), "h_ring": (1e-6, 1e-12)})  # beside nothing
+    assert not choose(Network(alone.analytic.mesh, alone.device), alone.collective, alone.compared)
+
+
+def test_a_calibration_that_names_no_algorithm_is_refused() -> None:
+    text = measured({"h_ring": (1e-3, 1e-9)}).calibration.to_toml()
+    with pytest.raises(CalibrationError, match="cannot read the algorithm"):
+        Calibration.from_toml(text.replace("h_ring", "h ring!"))

@@ -142,6 +142,24 @@ def gpt_oss_grouped() -> Made:
     return gpt_oss("grouped_mm")
 
 
+def llama4() -> Made:
+    """Every expert on every token, weighted by a sigmoid that is 0 for all but the chosen ones."""
+    config = transformers.Llama4TextConfig(
+        **_WIDTH,
+        **_DEPTH,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    return Exact(transformers.Llama4ForCausalLM(config)), _tokens()
+
+
 class Likelihoods(nn.Module):
     """Many of torch.distributions."""
 
@@ -218,6 +236,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "electra": electra,
     "gpt_oss": gpt_oss,
     "gpt_oss_grouped": gpt_oss_grouped,
+    "llama4": llama4,
     "likelihoods": likelihoods,
     "gcn": gcn,
 }

@@ -72,6 +72,7 @@ class Trained(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
     paths: dict[str, tuple[tuple[Hop, ...], tuple[tuple[str, ...], ...]]]
+    mesh: str  # of its stage, or of all
 
 
 def train(cases: list[Case]) -> list[Trained]:
@@ -93,7 +94,9 @@ def train_one(case: Case) -> Trained:
         stages=case.stages,
     )
     executor: Any = session._executor
-    weights = [weight for stage in stages_of(executor) for weight in stage.weights.all]
+    stages = [executor] if case.stages == 1 else list(executor.stages.values())
+    (mesh,) = {str(stage.runtime.mesh) for stage in stages}
+    weights = [weight for stage in stages for weight in stage.weights.all]
     planned: Counter[str] = Counter()
     paths = {}
     for weight in weights:
@@ -119,12 +122,7 @@ def train_one(case: Case) -> Trained:
         assert 0 <= more < (math.inf if case.tensor else 100), (case, sent, planned)
     state = session.state_dict()
     session.close()
-    return Trained(losses, state, paths)
-
-
-def stages_of(executor: Any) -> list[Any]:
-    """The parts of a program on this rank that have weights."""
-    return [executor] if hasattr(executor, "weights") else list(executor.stages.values())
+    return Trained(losses, state, paths, mesh)
 
 
 # By hand ------------------------------------------------------------------------------------------
@@ -280,9 +278,9 @@ def local(mesh: Mesh, dims: tuple[tuple[str, ...], ...], x: Array) -> list[Array
     return parts
 
 
-def judged(case: Case, paths: Any) -> tuple[list[float], dict[str, Tensor]]:
+def judged(case: Case, paths: Any, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
     """Training in one process on the same parts of batches."""
-    net, mesh = model(), Mesh.parse(case.mesh)
+    net = model()
     judge = Judge(mesh, case.gradients)
     data = [axis for axis in mesh.names if not (case.tensor and axis == "gpu")]
     copies = math.prod(mesh.axis_size(axis) for axis in data)
@@ -347,12 +345,15 @@ def check(cases: list[Case]) -> None:
     count = Mesh.parse(cases[0].mesh).size
     results = run_ranks(train, cases, count=count)
     for number, case in enumerate(cases):
-        first = results[0][number]
-        assert any(hop.compressed for path, _ in first.paths.values() for hop in path), case
-        losses, state = judged(case, first.paths)
+        paths: dict[str, Any] = {}
+        for rank in results:  # each of its own stage
+            for name, path in rank[number].paths.items():
+                assert paths.setdefault(name, path) == path
+        assert any(hop.compressed for path, _ in paths.values() for hop in path), case
+        # Stages have meshes of one shape.
+        losses, state = judged(case, paths, Mesh.parse(results[0][number].mesh))
         for rank in results:
             run = rank[number]
-            assert run.paths == first.paths
             np.testing.assert_allclose(run.losses, losses, rtol=1e-9, err_msg=str(case))
             for name, value in state.items():
                 torch.testing.assert_close(run.state[name], value, rtol=1e-9, atol=1e-9)
@@ -380,6 +381,15 @@ def test_four_ranks_in_two_calls_along_two_axes_and_beside_tensor_parallelism() 
             Case(FOUR, "powersgd rank 2", "paro-iig over node", 2),
             Case(FOUR, "int4 blocks", "ddp", tensor=True),
             Case(FOUR, "top-k 10 %", "zero2", 2, tensor=True),
+        ]
+    )
+
+
+def test_stages_of_a_pipeline_compress_their_own_gradients() -> None:
+    check(
+        [
+            Case(FOUR, method, state, count, stages=2)
+            for method, state, count in (("1-bit", "zero2", 4), ("powersgd rank 2", "zero1", 2))
         ]
     )
 

@@ -1,12 +1,17 @@
 """A Llama whose sequence is split trains like one process, whatever form its attention takes.
 
-Rotary positions, the causal mask and labels shifted by one all depend on positions.
+Rotary positions, the causal mask and labels shifted by one all depend on positions. In packed rows
+positions restart in the middle of a device's part, and no document sees or predicts another.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import autopar
 from tests.support.parity import Batch, Run, make, optimizer, train_plainly
@@ -18,7 +23,43 @@ FORMS = {
     LINE: ("gathered", "ring", "ring zigzag", "ulysses"),
     GRID: ("ulysses ring", "ring zigzag"),
 }
+PACKED = {LINE: ("balanced", "flex ring"), GRID: ("ulysses ring",)}
+STARTS = ((0, 5, 11), (0, 7, 13))  # of the documents of each row
 STEPS = 3
+
+
+class Documents(nn.Module):
+    """A Llama on packed rows, as transformers is told of them: positions that restart.
+
+    The first token of a document has no label.
+    """
+
+    def __init__(self, model: nn.Module, attention: str) -> None:
+        super().__init__()
+        self.model = model
+        model.config._attn_implementation = attention
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(input_ids=input_ids, position_ids=position_ids).logits
+        found = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return found
+
+
+class Alone(nn.Module):
+    """The same loss, of documents that a Llama gets one by one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        losses = []
+        for row, starts in enumerate(STARTS):
+            for start, end in zip(starts, (*starts[1:], labels.shape[1]), strict=True):
+                logits = self.model(input_ids=input_ids[row : row + 1, start:end]).logits[0]
+                known = labels[row, start + 1 : end]
+                losses.append(F.cross_entropy(logits[:-1], known, reduction="none"))
+        return torch.cat(losses).mean()
 
 
 def llama() -> tuple[torch.nn.Module, Batch]:
@@ -26,30 +67,62 @@ def llama() -> tuple[torch.nn.Module, Batch]:
     return model, {name: tensor[:2] for name, tensor in batch.items()}
 
 
+def packed(attention: str) -> tuple[torch.nn.Module, Batch]:
+    whole, batch = llama()
+    positions = torch.arange(16).expand(2, 16).clone()
+    labels = batch["labels"].clone()
+    for row, starts in enumerate(STARTS):
+        for start in starts:
+            positions[row, start:] = torch.arange(16 - start)
+            labels[row, start] = -100
+    given = {"input_ids": batch["input_ids"], "position_ids": positions, "labels": labels}
+    return Documents(whole.model, attention), given
+
+
 def trained(mesh: str) -> list[Run]:
-    """The runs of this rank, one for each form."""
-    runs = []
-    for form in FORMS[mesh]:
-        model, batch = llama()
-        program = autopar.compile(
-            model,
-            mesh,
-            optimizer=optimizer,
-            example_inputs=batch,
-            pins=autopar.pins.form("*.self_attn", form),
-        )
-        losses = [program.step(**batch).item() for _ in range(STEPS)]
-        runs.append(Run(losses, program.state_dict(), 0, program.source))
-    return runs
+    """The runs of this rank, one for each form, then those on packed rows."""
+    return [
+        *(train(mesh, form, *llama()) for form in FORMS[mesh]),
+        *(
+            train(
+                mesh,
+                form.removeprefix("flex "),
+                *packed("flex_attention" if "flex" in form else "sdpa"),
+            )
+            for form in PACKED[mesh]
+        ),
+    ]
+
+
+def train(mesh: str, form: str, model: nn.Module, batch: Batch) -> Run:
+    found: Any = autopar.compile(
+        model,
+        mesh,
+        optimizer=optimizer,
+        example_inputs=batch,
+        pins=autopar.pins.form("*.self_attn", form),
+    )
+    losses = [found.step(**batch).item() for _ in range(STEPS)]
+    return Run(losses, found.state_dict(), 0, found.source)
+
+
+def plainly(model: nn.Module, batch: Batch) -> Run:
+    losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
+    return Run(losses, model.state_dict(), 0)
 
 
 @pytest.mark.parametrize(("mesh", "count"), [(LINE, 2), (GRID, 4)])
 def test_training_is_that_of_one_device(mesh: str, count: int) -> None:
     model, batch = llama()
-    losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
-    whole = Run(losses, model.state_dict(), 0)
+    whole = plainly(model, batch)
+    model, batch = llama()
+    alone = plainly(Alone(model.model), batch)
     for rank in run_ranks(trained, mesh, count=count):
-        for form, run in zip(FORMS[mesh], rank, strict=True):
-            method = form.replace("ring zigzag", "zigzag").replace(" ", "_")
+        for form, run in zip((*FORMS[mesh], *PACKED[mesh]), rank, strict=True):
+            method = form.removeprefix("flex ").replace("ring zigzag", "zigzag").replace(" ", "_")
             assert f"mesh.{method}_attention(" in run.source, form
+        runs = rank[: len(FORMS[mesh])]
+        for form, run in zip(FORMS[mesh], runs, strict=True):
             assert run.error(whole) <= 1e-9, form
+        for form, run in zip(PACKED[mesh], rank[len(runs) :], strict=True):
+            assert run.error(alone) <= 1e-9, f"packed, {form}"

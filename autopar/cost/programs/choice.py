@@ -8,6 +8,7 @@ compare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,10 +67,7 @@ def _ways(
     kind: str, shape: tuple[int, ...], named: tuple[int, ...]
 ) -> Iterator[tuple[Algorithm, int]]:
     """Yields each algorithm to compare, with its number of messages; `named` are its levels."""
-    ranks = 1
-    for size in shape:
-        ranks *= size
-    for name in algorithms(kind) if 2 < ranks <= MOST_RANKS else ():
+    for name in algorithms(kind) if 2 < math.prod(shape) <= MOST_RANKS else ():
         messages = len(flow_of(kind, name, shape).waits)
         if messages <= MOST_MESSAGES:
             yield Algorithm(name, 1, named), messages
@@ -78,10 +76,11 @@ def _ways(
 def candidates(kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Returns the algorithms to measure for ranks on these levels, as text.
 
-    All are there without pieces and in the numbers of `PIECES`, once if two have equal rounds.
+    All are there without pieces and in the numbers of `PIECES`, once if two have equal rounds; none
+    for more than `MOST_RANKS` ranks.
     """
     programs: dict[tuple[int, tuple[Round, ...]], str] = {}
-    for name in algorithms(kind):
+    for name in algorithms(kind) if math.prod(shape) <= MOST_RANKS else ():
         for pieces in (1, *PIECES):
             by = Algorithm(name, pieces)
             if pieces * len(flow_of(kind, name, shape).waits) <= MOST_MESSAGES:

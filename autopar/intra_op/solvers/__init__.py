@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pkgutil
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from autopar.errors import ProblemError
 from autopar.intra_op.problem import Problem, Solution
+
+BACKENDS = ("pulp",)
+"""Solvers that take a backend after a colon."""
 
 
 class Solver(Protocol):
@@ -29,15 +33,20 @@ def solvers() -> dict[str, Solver]:
 
 
 def find(name: str) -> Solver:
-    """Returns the solver of that name; otherwise raises a ProblemError that lists the solvers."""
+    """Returns the solver of that name; "pulp:HiGHS" names a solver and its backend.
+
+    Raises:
+        ProblemError: there is no such solver; the message lists them.
+    """
     known = solvers()
-    if name not in known:
+    base, _, backend = name.partition(":")
+    if base not in known or (backend and base not in BACKENDS):
         raise ProblemError(
             f"there is no solver {name!r}",
             why="the solvers are " + ", ".join(known),
             todo="name one of these",
         )
-    return known[name]
+    return cast(Solver, partial(known[base], backend=backend)) if backend else known[base]
 
 
 def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:

@@ -177,6 +177,12 @@ def paid(s: Local, choice: Ints) -> float:
     return total
 
 
+@entry
+def price(s: Local, choice: Ints) -> float:
+    """Returns the cost of a choice, to Python."""
+    return paid(s, choice)
+
+
 @inner
 def above(s: Local, held: Floats) -> float:
     """Returns the sum of bytes over the limit."""

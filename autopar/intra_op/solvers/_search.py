@@ -52,8 +52,10 @@ class Search:
         progress: Callable[[str], None] | None,
         watch: Watch | None = None,
         seed: int = 0,
+        work: float | None = None,
     ) -> None:
         self.started = time.perf_counter()
+        self.work = time_limit if work is None else work
         self.problem, self.time_limit, self.gap, self.seed = problem, time_limit, gap, seed
         self.progress, self.watch = progress or (lambda text: None), watch
         self.best: Ints | None = None  # of the core, to continue from
@@ -62,6 +64,10 @@ class Search:
         self.layers = [run(flatten(problem), problem.name)]
         self.reduced = self.elapsed()
         self.core = self.layers[0].flat
+        self.whole = all(
+            bool((amounts == np.floor(amounts)).all())
+            for amounts in (self.core.nbytes, self.core.base)
+        )  # then sums of bytes are exact
         self.times = np.zeros(0, dtype=np.int64)
         self.prices = np.zeros(0)  # seconds per byte at each of them
         self.moves = local(self.core.at(self.times))
@@ -186,8 +192,9 @@ class Search:
     def _fits(self, choice: Ints) -> bool:
         if not len(self.core.base):
             return True
-        if float(self.core.holds(choice).max()) <= self.core.limit * (1 - 1e-9):
-            return True
+        peak = float(self.core.holds(choice).max())
+        if self.whole or peak <= self.core.limit * (1 - 1e-9):
+            return peak <= self.core.limit
         # This close to the limit only exact sums can tell.
         return evaluate(self.problem, self.expand(choice).tolist()).feasible
 
@@ -255,7 +262,8 @@ class Search:
             choice = lightest(self.problem, choice)
         price = evaluate(self.problem, choice).cost
         bound, left = min(self.bound, price), self.layers[0].flat.nodes
-        return Solution(choice, price, bound, solver, self.elapsed(), left)
+        ended = "proof" if self.proved else "work" if self.left() else "time"
+        return Solution(choice, price, bound, solver, self.elapsed(), left, ended)
 
 
 def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:

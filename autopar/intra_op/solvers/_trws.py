@@ -118,8 +118,9 @@ def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool)
         count, before = g.start[v + 1] - g.start[v], 0
         for k in range(g.first[v], g.first[v + 1]):
             h = g.halves[k]
-            _gather(g, messages, h)
-            before += (near(g, h)[0] < v) != backward
+            if (near(g, h)[0] < v) != backward:
+                _gather(g, messages, h)
+                before += 1
         least = _belief(g, cost, messages, v, view)
         guess[v] = _best_given(g, messages, v, view, guess, backward)
         degree = g.first[v + 1] - g.first[v]

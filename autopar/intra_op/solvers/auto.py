@@ -8,7 +8,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.solvers._exact import close
+from autopar.intra_op.solvers._integer.closing import close
+from autopar.intra_op.solvers._large.search_large import LARGE, large, too_wide
 from autopar.intra_op.solvers._search import Search, Watch, relax
 from autopar.intra_op.solvers.ilp import explained
 
@@ -24,6 +25,7 @@ def solve(
     watch: Watch | None = None,
     seed: int = 0,
     start: Sequence[int] | None = None,
+    work: float | None = None,
 ) -> Solution:
     """Returns the optimum, or the best choice found in time, with a proven bound.
 
@@ -35,17 +37,21 @@ def solve(
         watch: called with seconds, best price and bound whenever one of them improves.
         seed: seed of the local search.
         start: an initial choice, say of a similar problem; it need not fit.
+        work: seconds of a slow core whose work a search of large problems does at most, by default
+            `time_limit`. If this ends the search, the same seed gives the same choice again.
 
     Raises:
         InfeasibleError: no choice fits, or none is found in time.
         MissingDependencyError: an integer program is needed, but neither HiGHS nor CBC is there.
     """
     try:
-        search = Search(problem, time_limit, gap, progress, watch, seed)
+        search = Search(problem, time_limit, gap, progress, watch, seed, work)
         if start is not None:
             search.begin(np.array(start, dtype=np.int64))
-        relaxation = relax(search)
-        if not search.done:
+        relaxation = None if search.core.nodes > LARGE else relax(search)
+        if relaxation is None or too_wide(search, relaxation):
+            large(search)
+        elif not search.done:
             close(search, relaxation, lambda: _shaken(search))
     except InfeasibleError as error:
         raise explained(problem, error) from error

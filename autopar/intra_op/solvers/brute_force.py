@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ LIMIT = 5_000_000
 CHUNK = 1 << 16
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, **_: Any) -> Solution:
     """Returns the optimum, found by pricing all combinations of choices.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from autopar.intra_op.reduce import critical_times, infinite
 MOST_SWEEPS = 100
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, **_: Any) -> Solution:
     """Returns the better of two local optima that fit.
 
     They start from every node's least cost and from every node's least memory, and change one node

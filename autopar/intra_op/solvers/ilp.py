@@ -3,7 +3,7 @@
 1. The reductions keep what they cannot decide (`autopar.intra_op.reduce`).
 2. Memory is limited only at times at which a choice has exceeded the limit, which lets the
    reductions decide most of the rest; `_dual` bounds the remainder and finds good choices.
-3. Whatever can still cost less than a target goes to HiGHS; see `_exact` and `_program`.
+3. Whatever can still cost less than a target goes to HiGHS; see `_integer`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.reduce import flatten, too_little_memory
-from autopar.intra_op.solvers._exact import close
-from autopar.intra_op.solvers._program import peak_program, solve_program
+from autopar.intra_op.solvers._integer.closing import close
+from autopar.intra_op.solvers._integer.integer_program import peak_program, solve_program
+from autopar.intra_op.solvers._large.search_large import LARGE, large, too_wide
 from autopar.intra_op.solvers._search import Search, Watch, relax
 
 MOST_PAIRS = 50_000  # largest problem whose least peak is computed
@@ -32,6 +33,7 @@ def solve(
     watch: Watch | None = None,
     seed: int = 0,
     start: Sequence[int] | None = None,
+    work: float | None = None,
 ) -> Solution:
     """Returns the optimum, or the best choice found in time, with a proven bound.
 
@@ -43,6 +45,8 @@ def solve(
         watch: called with seconds, best price and bound whenever one of them improves.
         seed: seed of all random choices.
         start: an initial choice, say of a similar problem; it need not fit.
+        work: seconds of a slow core whose work a search of large problems does at most, by default
+            `time_limit`. If this ends the search, the same seed gives the same choice again.
 
     Raises:
         InfeasibleError: no choice fits (the least attainable peak is in the message), or none was
@@ -50,11 +54,13 @@ def solve(
         MissingDependencyError: an integer program is needed, but neither HiGHS nor CBC is there.
     """
     try:
-        search = Search(problem, time_limit, gap, progress, watch, seed)
+        search = Search(problem, time_limit, gap, progress, watch, seed, work)
         if start is not None:
             search.begin(np.array(start, dtype=np.int64))
-        relaxation = relax(search)
-        if not search.done:
+        relaxation = None if search.core.nodes > LARGE else relax(search)
+        if relaxation is None or too_wide(search, relaxation):
+            large(search)
+        elif not search.done:
             close(search, relaxation)
     except InfeasibleError as error:
         raise explained(problem, error) from error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.solvers._narrow import narrow
+from autopar.intra_op.solvers._integer.narrowing import narrow
 from autopar.intra_op.solvers._search import Relaxation, Search, Watch, relax
 
 KICKS = 500  # of single nodes, and as many of trees, between two checks of the clock
@@ -24,6 +25,7 @@ def solve(
     progress: Callable[[str], None] | None = None,
     watch: Watch | None = None,
     seed: int = 0,
+    **_: Any,
 ) -> Solution:
     """Returns the best choice found, with the bound of the relaxation.
 

@@ -23,6 +23,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, **_: Any) -> Solution:
     """Returns the choice that the decided nodes lead to; the bound is the sum of all least costs.
 
     Raises:

@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.tau import AUTO, Tau
 
 _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
+ERROR, CONTINUE = "error", "continue"
 _FORM = 'write e.g. "co2 over node, tau=12"'
 
 
@@ -31,6 +32,8 @@ class Outer:
         axes: the independent axes of the mesh, outermost first.
         tau: steps of a round; see `autopar.ir.replicas.tau`.
         options: of the method, by name, as texts.
+        on_loss: "error" stops all replicas if a rank is lost; "continue" leaves its replica out of
+            the averages from then on.
 
     Raises:
         OptionError: a name or tau cannot be read.
@@ -40,8 +43,13 @@ class Outer:
     axes: tuple[str, ...]
     tau: Tau = AUTO
     options: tuple[tuple[str, str], ...] = ()
+    on_loss: str = ERROR
 
     def __post_init__(self) -> None:
+        if self.on_loss not in (ERROR, CONTINUE):
+            raise OptionError(
+                f"on_loss is {self.on_loss[:100]!r}", why=f'"{ERROR}" or "{CONTINUE}" is expected'
+            )
         names = (self.method, *self.axes, *(name for name, _ in self.options))
         bad = next((name for name in names if not _WORD.match(name)), None)
         if bad is not None or not self.axes or len(set(self.axes)) != len(self.axes):
@@ -63,6 +71,7 @@ class Outer:
     def __str__(self) -> str:
         parts = [", ".join(self.axes), f"tau={self.tau}"]
         parts += [f"{name}={value}" for name, value in self.options]
+        parts += [f"on_loss={self.on_loss}"] * self.goes_on
         return f"{self.method} over {', '.join(parts)}"
 
     @classmethod
@@ -75,14 +84,19 @@ class Outer:
         given = {name.strip(): value.strip() for name, value in pairs}
         if not over or len(given) != len(pairs) or len(text) > 1000:
             raise OptionError(f"the outer method {text[:100]!r} cannot be read", todo=_FORM)
-        tau = given.pop("tau", "auto")
+        tau, on_loss = given.pop("tau", "auto"), given.pop("on_loss", ERROR)
         options = tuple(sorted(given.items()))
-        return cls(method.strip(), tuple(axes), Tau.read(tau), options)
+        return cls(method.strip(), tuple(axes), Tau.read(tau), options, on_loss)
 
     @classmethod
     def read(cls, given: Outer | str | None) -> Outer | None:
         """Returns the value of what a user passes; OptionError if it is none."""
         return cls.parse(given) if isinstance(given, str) else given
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether the other replicas go on if one is lost."""
+        return self.on_loss == CONTINUE
 
     @property
     def given(self) -> Mapping[str, str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.operators.attention.partial_attention import (
-    Attention,
-    partial_attention,
-    partial_gradients,
-)
-from autopar.operators.attention.ring_attention import Ring, packed, unpacked
+from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.ring_attention import Ring, Turn, packed, unattended, unpacked
 from autopar.operators.attention.sequences import length
 from autopar.operators.peer_devices import widened
 
@@ -46,8 +44,9 @@ class _GatheredAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        keys, values = _gathered(key, value, ring)
-        out, lse = partial_attention(query, keys, values, mask, how, _first(ring))
+        out, lse = unattended(query, key, value, how)
+        part = Turn(query, *_gathered(key, value, ring), mask, how, _cut(ring), 0)
+        part.attend(out, lse)
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
         ctx.how, ctx.ring = how, ring
@@ -58,21 +57,23 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        keys, values = _gathered(key, value, ring)
+        part = Turn(query, *_gathered(key, value, ring), mask, ctx.how, _cut(ring), 0)
         given = widened(gradients[0])
-        after = lse, given, (given * out).sum(-1, keepdim=True)
-        found = partial_gradients((query, keys, values), mask, ctx.how, _first(ring), after)
+        after = lse, given, (given * out).sum(-1, keepdim=True), out
+        sums = [torch.zeros_like(x, dtype=given.dtype) for x in (query, part.key, part.value)]
+        additive = ctx.needs_input_grad[3]
+        into_mask = torch.zeros_like(mask, dtype=given.dtype) if additive else None
+        part.differentiate(after, (*sums, into_mask))
         rows = []
         for device in ring.keys:
             ((start, count),) = device
-            keys, values = (x.narrow(-2, start, count) for x in (found.key, found.value))
+            keys, values = (x.narrow(-2, start, count) for x in sums[1:])
             rows.append(packed(keys, values, ring.longest()))
         own = ring.peers.sum_parts(torch.stack(rows))
         count = length(ring.keys[ring.peers.index])
         into_key, into_value = unpacked(own, (key, value), ring.longest(), count)
-        into_mask = None if found.mask is None or not ctx.needs_input_grad[3] else found.mask
         return (
-            found.query.to(query.dtype),
+            sums[0].to(query.dtype),
             into_key.to(key.dtype),
             into_value.to(value.dtype),
             None if into_mask is None else into_mask.to(mask.dtype),
@@ -93,6 +94,13 @@ def _gathered(key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _first(ring: Ring) -> int:
-    """Returns the position of this device's first query."""
-    return ring.queries[ring.peers.index][0][0]
+def _cut(ring: Ring) -> Ring:
+    """Returns the ring whose one turn has all keys, cut where this device's queries begin and end.
+
+    A causal mask then hides nothing of the first part, half of the second, and the third.
+    """
+    ((first, count),) = ring.queries[ring.peers.index]
+    every = sum(map(length, ring.keys))
+    edges = sorted({0, min(first, every), min(first + count, every), every})
+    runs = tuple((low, high - low) for low, high in pairwise(edges))
+    return replace(ring, keys=[runs] * ring.peers.size)

@@ -9,12 +9,15 @@ merged lse and out, the gradient of each part is that of its own keys alone (Dao
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.fused_attention import fused, fused_gradients, fuses
 from autopar.operators.peer_devices import widened
 
 
@@ -73,10 +76,15 @@ def partial_attention(
         [..., heads, queries, width of values] and [..., heads, queries, 1]. A query without a key
         has lse -inf and result 0.
     """
-    scores = _scores(query, how.repeated(key, query), mask, how, ahead)
+    keys, values = how.repeated(key, query), how.repeated(value, query)
+    cut = ahead if how.causal else None
+    if mask is None and fuses(query, keys, values, cut):
+        out, lse = fused(query, keys, values, how.causal, how.factor(query))
+        return widened(out), lse
+    scores = _scores(query, keys, mask, how, ahead)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - _finite(lse)).exp()
-    return weights @ widened(how.repeated(value, query)), lse
+    return weights @ widened(values), lse
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +92,34 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     total = torch.logaddexp(lse, more_lse)
     finite = _finite(total)
     return out * (lse - finite).exp() + more * (more_lse - finite).exp(), total
+
+
+def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merges attention of the same queries over other keys into `out` and `lse`.
+
+    On a GPU it is one kernel, where the operands lie as that takes them.
+    """
+    if out.is_cuda and _merged_by_kernel(out, lse, more, more_lse):
+        return
+    for held, new in zip((out, lse), merge(out, lse, more, more_lse), strict=True):
+        held.copy_(new)
+
+
+def _merged_by_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> bool:
+    """Merges with the kernel for (batch, row, head, width); returns whether it takes these."""
+    if out.dim() != 4:
+        return False
+    # Few programs have a ring, and importing the kernels takes a second.
+    kernel = importlib.import_module("autopar_kernels.registry").operators()["attention_merge_"]
+    total = lse.squeeze(-1).contiguous()
+    operands = (
+        out.transpose(1, 2), total, more.transpose(1, 2), more_lse.squeeze(-1).contiguous(),
+    )  # fmt: skip
+    if kernel.unfit(operands):
+        return False
+    kernel.run(*operands)
+    lse.copy_(total.unsqueeze(-1))
+    return True
 
 
 @dataclass(frozen=True)
@@ -101,22 +137,27 @@ def partial_gradients(
     mask: Tensor | None,
     how: Attention,
     ahead: int,
-    after: tuple[Tensor, Tensor, Tensor],
+    after: Sequence[Tensor],
 ) -> Gradients:
     """Returns the gradients that come from some keys, in at least float32.
 
     Args:
         tensors: query, key and value, as in `partial_attention`.
         mask, how, ahead: as there.
-        after: lse of the queries over all keys, the gradient of the result, and the sum of that
-            times the result, [..., heads, queries, 1].
+        after: lse of the queries over all keys, the gradient of the result, the sum of that times
+            the result, [..., heads, queries, 1], and the result.
     """
     query, key, value = tensors
-    lse, given, delta = after
-    keys, values = widened(how.repeated(key, query)), widened(how.repeated(value, query))
+    lse, given, delta, out = after
+    keys, values = how.repeated(key, query), how.repeated(value, query)
+    factor = how.factor(query)
+    if mask is None and fuses(query, keys, values, ahead if how.causal else None):
+        found = fused_gradients((query, keys, values), given, (out, lse), how.causal, factor)
+        into, into_key, into_value = map(widened, found)
+        return Gradients(into, how.summed(into_key, key), how.summed(into_value, value), None)
+    keys, values = widened(keys), widened(values)
     weights = (_scores(query, keys, mask, how, ahead) - _finite(lse)).exp()
     scores = weights * (given @ values.mT - delta)
-    factor = how.factor(query)
     additive = mask is not None and mask.is_floating_point()
     return Gradients(
         (scores @ keys * factor).sum_to_size(query.shape),

@@ -9,7 +9,7 @@ values follow it one turn behind, and home by one hop more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.operators.attention.partial_attention import (
     Attention,
-    merge,
+    merge_into,
     partial_attention,
     partial_gradients,
 )
@@ -57,16 +57,9 @@ class Ring:
         wait = self.peers.deal(sent, takes)
         return lambda: wait()[me - 1]
 
-    def meetings(
-        self, turn: int, causal: bool
-    ) -> Iterator[tuple[tuple[int, int], tuple[int, int], int | None, int]]:
-        """Yields which of this device's queries meet which of the keys of a turn.
-
-        Returns:
-            (place, length) among the queries and among the keys, the distance of the first query
-            from the first key where a causal mask cuts through, else None; and the first key's
-            position.
-        """
+    def meetings(self, turn: int, causal: bool) -> list[Meeting]:
+        """Returns which of this device's queries meet which of the keys of a turn."""
+        found: list[Meeting] = []
         at = 0
         for first, count in self.queries[self.peers.index]:
             to = 0
@@ -74,9 +67,46 @@ class Ring:
                 ahead = first - start
                 if not causal or ahead + count > 0:
                     cut = causal and ahead < size - 1
-                    yield (at, count), (to, size), ahead if cut else None, start
+                    found.append(Meeting((at, count), (to, size), ahead if cut else None, start))
                 to += size
             at += count
+        return _joined(found)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Some queries and some keys of a turn.
+
+    Attributes:
+        rows, columns: place and length among the queries and among the keys.
+        ahead: the distance of the first query from the first key where a causal mask cuts through,
+            else None.
+        start: the first key's position; of keys from several runs only that of the first.
+    """
+
+    rows: Run
+    columns: Run
+    ahead: int | None
+    start: int
+
+
+def _joined(meetings: Sequence[Meeting]) -> list[Meeting]:
+    """Returns fewer, larger meetings: neighbours with the same queries or keys, and no cut."""
+    joined: list[Meeting] = []
+    for new in meetings:
+        for place, old in enumerate(joined):
+            if old.ahead is not None or new.ahead is not None:
+                continue
+            if old.rows == new.rows and sum(old.columns) == new.columns[0]:
+                columns = old.columns[0], old.columns[1] + new.columns[1]
+                joined[place] = replace(old, columns=columns)
+                break
+            if old.columns == new.columns and sum(old.rows) == new.rows[0]:
+                joined[place] = replace(old, rows=(old.rows[0], old.rows[1] + new.rows[1]))
+                break
+        else:
+            joined.append(new)
+    return joined
 
 
 def ring_attention(
@@ -130,7 +160,7 @@ class _RingAttention(torch.autograd.Function):
         for turn, keys, values in _blocks(key, value, ring):
             sums = into, *(torch.zeros_like(x, dtype=given.dtype) for x in (keys, values))
             part = Turn(query, keys, values, mask, how, ring, turn)
-            part.differentiate((lse, given, delta), (*sums, into_mask))
+            part.differentiate((lse, given, delta, out), (*sums, into_mask))
             row = packed(sums[1], sums[2], ring.longest())
             row = row if arriving is None else row.add_(arriving())
             arriving = ring.passed_on(row)
@@ -170,29 +200,26 @@ class Turn:
 
     def attend(self, out: Tensor, lse: Tensor) -> None:
         """Merges attention over this block into that over others."""
-        for rows, columns, ahead, start in self.ring.meetings(self.number, self.how.causal):
-            cut = _cut(self.mask, rows, (start, columns[1]))
+        for meeting, cut in self._seen():
+            rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
             how = _masked(self.how, ahead)
             more = partial_attention(*self._part(rows, columns), cut, how, ahead or 0)
-            mine = _narrow(out, rows), _narrow(lse, rows)
-            for held, new in zip(mine, merge(*mine, *more), strict=True):
-                held.copy_(new)
+            merge_into(_narrow(out, rows), _narrow(lse, rows), *more)
 
     def differentiate(self, after: Sequence[Tensor], sums: Sequence[Tensor | None]) -> None:
         """Adds the gradients from this block.
 
         Args:
-            after: lse over all keys, the gradient of the result, and the sum of that times the
-                result, of this device's queries.
+            after: of this device's queries, as in `partial_gradients`.
             sums: of queries, of this block's keys and values, and of the mask, if it has one.
         """
         into, into_key, into_value, into_mask = sums
-        for rows, columns, ahead, start in self.ring.meetings(self.number, self.how.causal):
-            cut = _cut(self.mask, rows, (start, columns[1]))
-            lse, given, delta = (_narrow(x, rows) for x in after)
+        for meeting, cut in self._seen():
+            rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
+            near = [_narrow(x, rows) for x in after]
             how = _masked(self.how, ahead)
             part = self._part(rows, columns)
-            found = partial_gradients(part, cut, how, ahead or 0, (lse, given, delta))
+            found = partial_gradients(part, cut, how, ahead or 0, near)
             for total, run, more in (
                 (into, rows, found.query), (into_key, columns, found.key),
                 (into_value, columns, found.value),
@@ -200,7 +227,14 @@ class Turn:
                 if total is not None:
                     _narrow(total, run).add_(more)
             if into_mask is not None and found.mask is not None:
-                _cut_of(into_mask, rows, (start, columns[1])).add_(found.mask)
+                _cut_of(into_mask, rows, (meeting.start, columns[1])).add_(found.mask)
+
+    def _seen(self) -> Iterator[tuple[Meeting, Tensor | None]]:
+        """Yields the meetings in which a query sees a key, and their part of the mask."""
+        for meeting in self.ring.meetings(self.number, self.how.causal):
+            cut = _cut(self.mask, meeting.rows, (meeting.start, meeting.columns[1]))
+            if cut is None or cut.dtype != torch.bool or bool(cut.any()):
+                yield meeting, cut
 
     def _part(self, rows: Run, columns: Run) -> tuple[Tensor, Tensor, Tensor]:
         return (
@@ -212,6 +246,9 @@ def unattended(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tup
     """Returns attention over no keys, in at least float32, and its lse."""
     shape, wide = _result_shape(query, key, value, how), widened(query).dtype
     lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
+    if len(shape) == 4:  # (batch, row, head, width) in memory, as torch's kernels write it
+        shape = shape[0], shape[2], shape[1], shape[3]
+        return query.new_zeros(shape, dtype=wide).transpose(1, 2), lse
     return query.new_zeros(shape, dtype=wide), lse
 
 

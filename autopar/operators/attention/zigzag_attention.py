@@ -100,7 +100,7 @@ class _ZigzagAttention(torch.autograd.Function):
         )()
         block = [torch.cat(pair, -2) for pair in zip((key, value), rest, strict=True)]
         given = widened(given)
-        after = lse, given, (given * out).sum(-1, keepdim=True)
+        after = lse, given, (given * out).sum(-1, keepdim=True), out
         into = torch.zeros_like(query, dtype=given.dtype)
         home = [_home(x, peers, columns, given.dtype) for x in (key, value)]
         ready: list[Parcel] = []

@@ -35,7 +35,15 @@ from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
-from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+from autopar.simulate import (
+    after_forward,
+    fixed_bytes,
+    issued_seconds,
+    kept_bytes,
+    run,
+    settings_on,
+    tasks,
+)
 from autopar.stage_plan import StagePlan
 
 Priced = AnalyticModel | MeasuredModel
@@ -143,7 +151,8 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         further = sum(
             copies_of(schedule, n, wiring).in_plan(graphs[n], plan.stages[n]) for n, _ in stages
         )
-        memory.append(sum(s.fixed for s in own) + further + kept + max(s.transient for s in own))
+        alive = sum(s.fixed for s in own) + further + kept + max(s.transient for s in own)
+        memory.append(alive / (1 - graphs[number].execution.reserve))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
     return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
 
@@ -180,9 +189,11 @@ def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Predicti
 def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
     """Simulates one stage on one microbatch under some prices."""
     chip = device(plan.mesh)
-    settings = replace(settings_on(plan.mesh.device), overlap=frozenset())
+    usual = settings_on(plan.mesh.device, graph.execution)
+    settings = replace(usual, overlap=frozenset())
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)
+    issued = issued_seconds(step, settings.host)
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
     for span in timeline.spans:
         task = span.task
@@ -190,12 +201,12 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     left = after_forward(step)
     trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    overlapped = "gradient" in settings_on(plan.mesh.device).overlap
+    overlapped = "gradient" in usual.overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
     return StageFigures(
-        seconds["forward"],
-        seconds["backward"],
+        max(seconds["forward"], issued["forward"]),
+        max(seconds["backward"], issued["backward"]),
         after + seconds["optimizer"],
         seconds["optimizer"],
         fixed,

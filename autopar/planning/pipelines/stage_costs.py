@@ -1,8 +1,7 @@
 """Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
-The intra-op solver plans a range as a graph of its own. Of a run of equal blocks only two are
-planned: a folded problem is linear in their number, so longer ranges on the same sub-mesh are
-priced by scaling it, which takes milliseconds.
+The intra-op solver plans a range as a graph of its own, with two of a run of equal blocks: a folded
+problem is linear in their number, so longer ranges are priced by scaling it, in milliseconds.
 
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
@@ -22,7 +21,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.device import device
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage_values import Candidate
@@ -58,7 +56,7 @@ from autopar.planning.pipelines.variants import (
     front,
     partly,
 )
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import cost_model, slowdown_of
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
@@ -348,7 +346,7 @@ class StageCosts:
         given = Assumptions(
             update=self.options.update,
             unknown_ops=self.options.unknown_ops,
-            slowdown=device(mesh).slowdown,
+            slowdown=slowdown_of(mesh, self.options.execution),
             recompute=parse_recompute(graph, recompute),
             microbatches=self.streamed.taken(microbatches),
             lies=lies,
@@ -387,7 +385,8 @@ class StageCosts:
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
                 updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                known[storage] = sum(map(model.compute, update_works([updated], fused)))
+                works = update_works([updated], fused, each=self.options.execution.optimizer)
+                known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:

@@ -89,16 +89,20 @@ class Group:
         result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
         return result
 
-    def join(self, blocks: Tensor, dim: int, extent: int) -> Tensor:
-        """Inverts `split`: [size, *block] by group rank to one contiguous tensor."""
+    def join(self, blocks: Tensor, dim: int, extent: int, into: Tensor | None = None) -> Tensor:
+        """Inverts `split`: [size, *block] by group rank to one contiguous tensor, or `into` it."""
         dim = dim % (blocks.dim() - 1)
         if extent % self.size:
             pairs = sorted(zip(self.parts(extent), blocks, strict=True), key=lambda pair: pair[0])
-            return torch.cat([block.narrow(dim, 0, part[1]) for part, block in pairs], dim)
+            rows = [block.narrow(dim, 0, part[1]) for part, block in pairs]
+            return torch.cat(rows, dim) if into is None else torch.cat(rows, dim, out=into)
         count = len(self.axes)
         blocks = blocks.unflatten(0, [self.sizes[i] for i in self.order])
         blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
-        return blocks.flatten(dim, dim + count).contiguous()
+        if into is None:
+            return blocks.flatten(dim, dim + count).contiguous()
+        into.unflatten(dim, blocks.shape[dim : dim + count + 1]).copy_(blocks)
+        return into
 
     # Moves of a plain tensor. Each returns a new tensor and leaves x unchanged. `extent` is the
     # whole length of a dimension to gather; without it all parts are equal.
@@ -276,11 +280,13 @@ class Group:
         extents: Sequence[int | None],
         ahead: bool,
         quantised: bool = False,
+        into: Sequence[Tensor] = (),
     ) -> Callable[[], list[Tensor]]:
         """Starts `gather_all`; the returned function waits for it, if it runs `ahead`.
 
         If `quantised`, tensors are sent as int8 blocks, and a device's own part is rounded too, so
-        that all have the same values.
+        that all have the same values. Results are written `into` contiguous tensors, if given; rows
+        of a single one arrive there without a buffer.
         """
         padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
         flat = [x.reshape(-1) for x, _ in padded]
@@ -289,21 +295,31 @@ class Group:
             sent = pack([part.unsqueeze(0) for part in flat]).view(-1)
         else:
             sent = flat[0] if len(flat) == 1 else torch.cat(flat)
-        out = sent.new_empty((self.size, sent.numel()))
+        straight = len(into) == 1 and not quantised and not dims[0] and self._in_order(into[0])
+        out = into[0] if straight else sent.new_empty((self.size, sent.numel()))
         work = self.calls.all_gather(out.view(-1), sent, ahead)
 
         def arrive() -> list[Tensor]:
             if work is not None:
                 work.wait()
+            if straight:
+                return [*into]
             rows: Sequence[Tensor] = (
                 unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
             )
             return [
-                self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
-                for row, (x, extent), dim in zip(rows, padded, dims, strict=True)
+                self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent, to)
+                for row, (x, extent), dim, to in zip(
+                    rows, padded, dims, into or [None] * len(xs), strict=True
+                )
             ]
 
         return arrive
+
+    def _in_order(self, x: Tensor) -> bool:
+        """Returns whether blocks of rows of x lie in memory in the order of ranks, equally long."""
+        straight = x.is_contiguous() and list(self.order) == sorted(self.order)
+        return straight and x.shape[0] % self.size == 0
 
     def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
         """Gathers `dim` while splitting `to_dim`."""

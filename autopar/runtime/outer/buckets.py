@@ -34,6 +34,7 @@ class Bucket:
         states: flat tensors by name.
         message: the sum in flight, or the average to apply next; None if there is none.
         work: the pending call of the message.
+        sent: a copy of what was sent, if it may have to be sent again.
     """
 
     tensors: list[Tensor]
@@ -43,6 +44,7 @@ class Bucket:
     states: dict[str, Tensor] = field(default_factory=dict)
     message: Tensor | None = None
     work: Waiting | None = None
+    sent: Tensor | None = None
 
     @torch.no_grad()
     def values(self) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import BatchError, OptionError
+from autopar.errors import BatchError, ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.tensor import Layout, TensorType
@@ -24,19 +24,20 @@ from autopar.runtime.calls.input_parts import Part
 from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.buckets import buckets_of
-from autopar.runtime.outer.method import Method
+from autopar.runtime.outer.method import ANCHOR
 from autopar.runtime.outer.methods import method_of
 from autopar.runtime.outer.replica_state import ReplicaState
 from autopar.runtime.outer.rounds import Report, Rounds
+from autopar.runtime.outer.survivors import Survivors
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Lease, Peers
 from autopar.runtime.runtime import typed
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.update.update import Update
 
-ANCHOR, AVERAGE = "anchor", "average"  # what is evaluated
 Step = Callable[[Mapping[str, Tensor]], Tensor]
 Forward = Callable[[Mapping[str, Tensor]], Evaluated]
 
@@ -63,6 +64,7 @@ class LocalUpdates:
     """
 
     watch: Watch
+    _paused = False
 
     def __init__(
         self,
@@ -77,25 +79,32 @@ class LocalUpdates:
         self.program, self.outer, self.mesh, self.peers = program, outer, mesh, peers
         self.replicas = outer.count(mesh)
         self.method = method_of(outer)
-        self._evaluates_anchor = _evaluates_anchor(self.method, evaluate)
+        self._evaluates_anchor = self.method.evaluates_anchor(evaluate)
         everyone = Peers.here()
         groups = outer.peers(mesh)
         self._lease: Lease = everyone.shared("outer", groups)
         own = next(n for n, ranks in enumerate(groups) if everyone.rank in ranks)
-        self._channel = self._lease.channels[own] if len(groups[own]) > 1 else None
+        channel = self._lease.channels[own] if len(groups[own]) > 1 else None
         self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
         self._intake = Intake(self._device, everyone.everyone)
         self.apart = ReplicaState(self)
-        self.watch = Watch.over(range(mesh.size))
+        self._survivors = Survivors.of(outer, mesh, self._lease)
+        alone = self._survivors is not None  # then ranks watch their own replica only
+        self.watch = program.watch if alone else Watch.over(range(mesh.size))
         self.watch.start()
         if program.loaded:
-            self._alike()
+            self._alike(channel)
         apart = _copied(program) if isinstance(program, Pipeline) else frozenset()
         buckets = buckets_of(self._weights, self.method, self._device, apart)
         self.rounds = Rounds(
-            self.method, outer.tau, buckets, self._channel, self._slowest, self._gather
+            self.method, outer.tau, buckets, channel, self._slowest, self._gather, self._survivors
         )
+
+    @property
+    def _channel(self) -> Channel | None:
+        """Returns the channel of this rank's peers, None for a single replica."""
+        return self.rounds.channel
 
     @property
     def _weights(self) -> list[Weights]:
@@ -112,21 +121,17 @@ class LocalUpdates:
         return [tensor for stage in stages for tensor in stage.tensors]
 
     @torch.no_grad()
-    def _alike(self) -> None:
+    def _alike(self, channel: Channel | None) -> None:
         """Copies the first replica's values to all replicas."""
-        if self._channel is None:
+        if channel is None:
             return
         masters = [place for weights in self._weights for place in weights.masters.values()]
         updated = [tensor for weights in self._weights for tensor in weights.updated]
         for tensor in (*self._tensors, *updated, *masters):
-            self._broadcast(tensor.detach())
+            value = tensor.detach().to(self._device).contiguous()
+            channel.broadcast(value, channel.ranks[0])
+            tensor.detach().copy_(value)
         self.program.update.restart()
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        assert self._channel is not None
-        value = tensor.to(self._device).contiguous()
-        self._channel.broadcast(value, self._channel.ranks[0])
-        tensor.copy_(value)
 
     def _gather(self) -> None:
         """Updates the stored parameters from the tensors that changed."""
@@ -154,11 +159,22 @@ class LocalUpdates:
             BatchError: a tensor of the batch does not divide among the replicas.
             AutoparError: as `Executor.step`; an error in a replica is a RankFailedError elsewhere.
         """
-        with self.watch:
-            loss = (step or self.program.step)(self._part(batch))
-            with self.peers.recorder.part(PHASE, "synchronisation"):
-                self.rounds.step(loss, float(self.optimizer.param_groups[0]["lr"]))
+        self._pause(False)
+        try:
+            with self.watch:
+                loss = (step or self.program.step)(self._part(batch))
+                with self.peers.recorder.part(PHASE, "synchronisation"):
+                    self.rounds.step(loss, float(self.optimizer.param_groups[0]["lr"]))
+        except BaseException:
+            self._pause(True)
+            raise
         return loss
+
+    def _pause(self, paused: bool) -> None:
+        """Says whether this rank's steps go on, to replicas that go on without it."""
+        self._paused = paused
+        if self._survivors is not None:
+            self._survivors.pause(paused)
 
     def _part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns this replica's rows of every tensor; scalars are passed whole."""
@@ -242,7 +258,8 @@ class LocalUpdates:
     def meet(self, call: str, drain: bool = True) -> None:
         """Compares a call with those of all ranks and completes the preceding steps."""
         with self.watch:
-            self._intake.meet(f"{call} after step {self.rounds.steps}")
+            if self._survivors is None:
+                self._intake.meet(f"{call} after step {self.rounds.steps}")
             self.program.meet(call)
             self.rounds.settle()
 
@@ -304,10 +321,16 @@ class LocalUpdates:
     def _joined(self, value: Tensor) -> Tensor:
         if self._channel is None:
             return value
-        value = value.contiguous()
-        joined = value.new_empty((self.replicas, *value.shape))
+        value, left = value.contiguous(), self.rounds.count
+        if value.dim() and left < self.replicas:
+            raise ProgramError(
+                "an evaluation has no output for the parts of lost replicas",
+                why=f"{self.replicas - left} of {self.replicas} replicas are lost",
+                todo="use eval_step(...).loss, or state_dict() in another program",
+            )
+        joined = value.new_empty((left, *value.shape))
         self._channel.all_gather(joined.view(-1), value.view(-1))
-        return joined.flatten(0, 1) if value.dim() else joined.sum() / self.replicas
+        return joined.flatten(0, 1) if value.dim() else joined.sum() / left
 
     @contextmanager
     def together(self, anchor: bool = True) -> Iterator[None]:
@@ -336,7 +359,7 @@ class LocalUpdates:
         """Returns the mean of a tensor over the replicas; overwrites the tensor."""
         if self._channel is not None:
             self._channel.all_reduce(values)
-            values.div_(self.replicas)
+            values.div_(len(self._channel.ranks))
         return values
 
     def _written(self) -> Sequence[Tensor]:
@@ -361,22 +384,14 @@ class LocalUpdates:
     def close(self) -> None:
         """Waits for messages in flight and releases threads and process groups."""
         try:
-            self.rounds.settle()
+            if self._survivors is None or not self._paused:  # else others do not wait for this rank
+                self.rounds.settle()
         finally:
             self.watch.close()
             self.program.close()
+            if self._survivors is not None:
+                self._survivors.close()
             self._lease.close()
-
-
-def _evaluates_anchor(method: Method, evaluate: str) -> bool:
-    """Returns whether anchors are evaluated; OptionError if the method has none."""
-    if evaluate == ANCHOR and ANCHOR not in method.states:
-        raise OptionError(
-            f"the outer method {method.NAME!r} has no anchor to evaluate",
-            why="its replicas keep their own parameters only",
-            todo='pass evaluate="average", or leave it out',
-        )
-    return evaluate != AVERAGE
 
 
 def _copied(pipeline: Pipeline) -> frozenset[str]:

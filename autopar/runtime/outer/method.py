@@ -13,6 +13,7 @@ from autopar.errors import OptionError
 from autopar.ir.update import State, Update
 
 OFF = "off"
+ANCHOR, AVERAGE = "anchor", "average"  # what is evaluated
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,35 @@ class Method(ABC):
         """Returns whether messages are blocks of int8."""
         return False
 
-    def beside(self, update: Update) -> Update:
-        """Returns the update of a step with the additional states of this method.
+    def kept(self, goes_on: bool) -> tuple[str, ...]:
+        """Returns the names of all flat tensors of the size of the parameters.
 
-        The sum in flight of a late or delayed method is one of them, "outer_message"; other sums
-        use a buffer of bounded size.
+        The sum in flight of a late or delayed method is one of them, "message"; other sums use a
+        buffer of bounded size. If others go on when a replica is lost, all sums arrive before any
+        is used, and what was "sent" is kept to be sent again.
         """
-        message = ["message"] if self.late or self.delay else []
-        for name in (*self.states, *message):
+        message = ("message",) if self.late or self.delay or goes_on else ()
+        return (*self.states, *message, *(("sent",) if goes_on else ()))
+
+    def beside(self, update: Update, goes_on: bool = False) -> Update:
+        """Returns the update of a step with the additional states of this method."""
+        for name in self.kept(goes_on):
             update = update.with_state(State(f"outer_{name}"))
         return update
+
+    def evaluates_anchor(self, evaluate: str) -> bool:
+        """Returns whether evaluation uses anchors, given ANCHOR, AVERAGE or "".
+
+        Raises:
+            OptionError: the method has no anchor.
+        """
+        if evaluate == ANCHOR and ANCHOR not in self.states:
+            raise OptionError(
+                f"the outer method {self.NAME!r} has no anchor to evaluate",
+                why="its replicas keep their own parameters only",
+                todo='pass evaluate="average", or leave it out',
+            )
+        return evaluate != AVERAGE
 
     def outgoing(self, x: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """Returns a new tensor to average over the replicas, given parameters x."""

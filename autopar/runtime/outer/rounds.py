@@ -19,6 +19,7 @@ from torch import Tensor
 from autopar.ir.replicas.tau import MOST, Tau
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
+from autopar.runtime.outer.survivors import Survivors
 from autopar.runtime.ranks.channel import Channel, Waiting
 
 EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
@@ -72,6 +73,7 @@ class Rounds:
         channel: the peers; None for a single replica.
         slowest: returns the largest of some numbers over the devices of the replica.
         settle: updates the stored parameters from changed tensors.
+        survivors: goes on without lost replicas; None if all stop.
 
     Attributes:
         report: of the last round.
@@ -88,7 +90,9 @@ class Rounds:
         channel: Channel | None,
         slowest: Callable[[Tensor], Tensor],
         settle: Callable[[], None],
+        survivors: Survivors | None = None,
     ) -> None:
+        self.survivors = survivors if channel is not None else None
         self.method, self.buckets, self.channel = method, list(buckets), channel
         self._tau, self._slowest, self._settle = tau, slowest, settle
         self.count = 1 if channel is None else len(channel.ranks)
@@ -96,7 +100,8 @@ class Rounds:
         self.first_loss, self._waited, self._sync = math.nan, 0.0, 0.0
         self._device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._facts: Tensor | None = None
+        self._facts: Tensor | None = None  # of all replicas, and of this one
+        self._told = torch.empty(0)
         self._telling: Waiting | None = None
         self._departed, self._began = 0.0, time.perf_counter()
         self.report = Report(tau=self._choose(math.nan, 1))
@@ -140,11 +145,44 @@ class Rounds:
                 for bucket in own:
                     self._send(bucket, method.outgoing(bucket.values(), bucket.states))
             if self.at == due:
+                if self.survivors is not None:
+                    self._send_all(method, own)
+                    self._gathered(own, self.survivors)
                 for bucket in own:
                     self._use(method, bucket, now)
                 changed = True
         if changed:
             self._settle()
+
+    @torch.no_grad()
+    def _send_all(self, method: PromptMethod, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.message is None:
+                self._depart()
+                self._send(bucket, method.outgoing(bucket.values(), bucket.states))
+
+    def _gathered(self, buckets: Sequence[Bucket], survivors: Survivors) -> None:
+        """Waits for sums; if replicas are lost, all that is in flight is added up without them."""
+        start = time.perf_counter()
+        waiting = [bucket for bucket in buckets if bucket.work is not None]
+        while not survivors.agree(self._works(waiting)):
+            flying = [bucket for bucket in self.buckets if bucket.work is not None]
+            self.channel = survivors.regroup(self._works(flying))
+            self.count = 1 if self.channel is None else len(self.channel.ranks)
+            for bucket in flying:
+                assert bucket.sent is not None
+                bucket.work = None
+                self._send(bucket, bucket.sent.clone())
+            if self._facts is not None:
+                self._facts = self._told.clone()
+                self._share()
+        for bucket in waiting:
+            bucket.arrive(self.count, self.method.quantised)
+        self._waited += time.perf_counter() - start
+
+    def _works(self, buckets: Sequence[Bucket]) -> list[Waiting]:
+        works = [bucket.work for bucket in buckets]
+        return [work for work in (*works, self._telling) if work is not None]
 
     @torch.no_grad()
     def _use(self, method: PromptMethod, bucket: Bucket, now: Now) -> None:
@@ -161,6 +199,8 @@ class Rounds:
     @torch.no_grad()
     def _exchange(self, method: LateMethod, now: Now) -> None:
         """Ends a round of a late method."""
+        if self.survivors is not None:
+            self._gathered(self.buckets, self.survivors)
         for bucket in self.buckets:
             arrived = bucket.message is not None
             self._arrive(bucket)
@@ -184,6 +224,8 @@ class Rounds:
             self._sync, self._departed = time.perf_counter() - self._departed, 0.0
 
     def _send(self, bucket: Bucket, message: Tensor) -> None:
+        if self.survivors is not None:
+            bucket.sent = message.clone()
         if self.channel is None:
             bucket.message = message
         else:
@@ -237,6 +279,13 @@ class Rounds:
             ]
         )
         self._facts[_STEP:] = self._slowest(self._facts[_STEP:])
+        self._told = self._facts.clone()
+        self._share()
+
+    def _share(self) -> None:
+        """Starts the sum of the reports."""
+        assert self._facts is not None
+        self._telling = None
         if self.channel is not None:
             self._telling = self.channel.all_reduce_beside(self._facts)
 
@@ -244,6 +293,8 @@ class Rounds:
         """Returns the means of loss, step and synchronisation; None if no replica has reported."""
         if self._facts is None:
             return None
+        if self._telling is not None and self.survivors is not None:
+            self._gathered((), self.survivors)
         if self._telling is not None:
             start = time.perf_counter()
             self._telling.wait()
@@ -257,6 +308,8 @@ class Rounds:
 
     def settle(self) -> None:
         """Waits for messages in flight without applying them."""
+        if self.survivors is not None:
+            self._gathered(self.buckets, self.survivors)
         for bucket in self.buckets:
             bucket.arrive(self.count, self.method.quantised)
         if self._telling is not None:

@@ -170,11 +170,10 @@ class Weights:
             done = id(weight.updated) in written
             if weight.path("update"):
                 value = self._own(weight) if done else self._value(weight)
-                _store(bucket.add(weight, value.to(weight.held)))
+                bucket.add(weight, value.to(weight.held))
             elif weight.has_master and not done:
                 weight.held.copy_(self._value(weight))
-        for way in bucket.ways:
-            _store(bucket.send(way))
+        bucket.empty()
 
     @torch.no_grad()
     def round(self, masters: Collection[int]) -> None:
@@ -217,11 +216,6 @@ class Weights:
             for number, shard in state.trained.shards(name, full, "cpu").items():
                 own = self.trained[number]
                 self.masters.get(id(own), own).copy_(shard)
-
-
-def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
-    for weight, whole in arrived:
-        weight.held.copy_(whole)
 
 
 def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
@@ -329,16 +323,20 @@ def travel(
     Args:
         comm: the mesh.
         weights: the parameters.
-        tensors: input of each: a part of the parameter, or of its gradient. The list is emptied if
-            another buffer is sent, so that their memory is freed.
+        tensors: a part of each or of its gradient; emptied if another buffer is sent, to free it.
         when: see `Hop`.
-        into: destination of gradient shards, if they fit.
+        into: destination of gradient shards, if they fit; updated parameters go to `held`.
     """
     moved = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     for place, hops in enumerate(paths):
-        if when not in REDUCED or not hops[0].call.compression:
-            moved = _moved(comm, weights, moved, hops, into if place == len(paths) - 1 else None)
+        last = place == len(paths) - 1
+        if last and when == "update":
+            moved = _gather(
+                comm, weights, moved, hops, False, [weight.held for weight in weights]
+            )()
+        elif when not in REDUCED or not hops[0].call.compression:
+            moved = _moved(comm, weights, moved, hops, into if last else None)
         elif not (place and paths[place - 1][0].further):  # the others are parts of the first
             group, memories = comm.group(hops[0].call.axes), [weight.memory for weight in weights]
             moved = reduce_compressed(group, moved, hops, memories, f"{when}{place}")
@@ -386,12 +384,17 @@ def _moved(
 
 
 def _gather(
-    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop], ahead: bool
+    comm: Groups,
+    weights: Sequence[Weight],
+    tensors: list[Tensor],
+    hops: Sequence[Hop],
+    ahead: bool,
+    into: Sequence[Tensor] = (),
 ) -> Callable[[], list[Tensor]]:
     dims = [hop.dim or 0 for hop in hops]
     extents = [
         comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
         for hop, dim, weight in zip(hops, dims, weights, strict=True)
     ]
-    call = hops[0].call
-    return comm.group(call.axes).begin_gather(tensors, dims, extents, ahead, bool(call.quantised))
+    group, quantised = comm.group(hops[0].call.axes), bool(hops[0].call.quantised)
+    return group.begin_gather(tensors, dims, extents, ahead, quantised, into)

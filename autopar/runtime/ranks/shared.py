@@ -146,6 +146,10 @@ class Peers:
         """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
+    def left(self, purpose: str, ranks: tuple[int, ...]) -> Lease:
+        """Returns an unshared channel of some ranks, which alone call it; others may be lost."""
+        return Lease(self, [self._make(purpose, ranks, alone=True)])
+
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
         """Returns which of the channels with these numbers, -1 for none, all ranks have alike."""
         if self.everyone is None:
@@ -155,11 +159,19 @@ class Peers:
         largest, smallest = span[: len(numbers)].tolist(), (-span[len(numbers) :]).tolist()
         return [low == high >= 0 for low, high in zip(smallest, largest, strict=True)]
 
-    def _make(self, purpose: str, ranks: tuple[int, ...], backend: str | None = None) -> _Shared:
+    def _make(
+        self,
+        purpose: str,
+        ranks: tuple[int, ...],
+        backend: str | None = None,
+        alone: bool = False,
+    ) -> _Shared:
         """Creates a process group with the time-out that the user gave the default one."""
         whole = torch_private.default_group()
         timeout = torch_private.timeout_of(whole)
-        handle = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        handle = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=alone
+        )
         kept, alive = handle if self.rank in ranks else None, weakref.ref(whole)
         channel = Channel(
             _name(purpose, ranks),

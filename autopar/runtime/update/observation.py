@@ -3,7 +3,7 @@
 So any optimizer works, whatever its name. A parameter of each number of dimensions is updated
 whole and in parts, cut along every dimension; if the results differ, its elements are mixed. What
 cannot be observed, such as states that stay split while one owner works on the whole, a file of
-`autopar/runtime/updates/` describes.
+`autopar/runtime/optimizers/` describes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from autopar.errors import ProgramError
 from autopar.ir.update import Rule, State, Update
 from autopar.ir.update.update_rules import ANY, PARTS, WHOLE, dims_of
+from autopar.runtime.optimizers import described
 from autopar.runtime.update.groups import Options
 from autopar.runtime.update.optimizer import OptimizerFactory, factory_name
-from autopar.runtime.updates import described
 
 _SIDES = (5, 7, 3, 2, 11)  # of observed parameters: distinct, so that states show their extents
 _DTYPES = {

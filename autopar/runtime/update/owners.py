@@ -21,8 +21,8 @@ from autopar.errors import ProgramError
 from autopar.ir.update import Rule, Update, deal
 from autopar.ir.update.ownership import is_dealt
 from autopar.runtime.communication.communicator import Groups
+from autopar.runtime.optimizers import replaced
 from autopar.runtime.parameters.shards import Weight, Weights
-from autopar.runtime.updates import replaced
 
 Bounds = tuple[tuple[int, int], ...]  # (start, length) along every dimension
 

@@ -177,7 +177,7 @@ def test_what_the_judge_accepts_is_computed_in_any_order() -> None:
 
 @pytest.mark.slow
 def test_no_damaged_program_of_many_gets_through() -> None:
-    assert sum(map(attack, range(300, 20_000))) > 0
+    assert sum(map(attack, range(300, 5_000))) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.ir.mesh import Mesh
@@ -95,3 +96,59 @@ def test_split_ones_have_buckets_of_their_own() -> None:
         torch.testing.assert_close(losses, plain(), rtol=1e-11, atol=0)
         assert hops >= 24
         assert 0 < sum(calls.values()) <= 6 * STEPS, calls
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that operators write, other than through collectives."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and isinstance(result, Tensor):
+            made = func.overloadpacket.__name__ in ("empty", "new_empty", "detach", "empty_like")
+            self.nbytes += 0 if made else result.nbytes
+        return result
+
+
+def gathered(rows: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes that a gather after the update copies, of the parameters, and of this rank's parts."""
+    layers = nn.Sequential(*(nn.Linear(8, n, bias=False) for n in rows)).double()
+    session = autopar.compile(
+        layers, "cpu[10GFLOP/s 1GiB 5GB/s]: gpu=2 @1MB/s 1us",
+        example_inputs={"input": torch.ones(4, 8, dtype=torch.float64)},
+        loss_fn=lambda output: output.mean(), pins=data_parallel(), state="zero1",
+    )  # fmt: skip
+    executor: Any = session._executor
+    weights = executor.weights
+    with torch.no_grad():
+        for weight in weights.all:
+            weight.updated.add_(1.0)
+        for weight in weights.all:  # others' parts are wrong until they are gathered
+            own = weight.updated.clone()
+            weight.held.zero_()
+            weight.updated.copy_(own)
+    with Copied() as copied:
+        weights.gather()
+    for weight, layer in zip(weights.all, layers.parameters(), strict=True):
+        torch.testing.assert_close(weight.held.detach(), layer.detach() + 1.0, rtol=0, atol=0)
+    whole = sum(weight.held.nbytes for weight in weights.all)
+    return copied.nbytes, whole, sum(weight.updated.nbytes for weight in weights.all)
+
+
+def counted() -> list[tuple[int, int, int]]:
+    return [gathered(rows) for rows in ((8,), (8,) * 20, (8, 7))]
+
+
+def test_updated_parameters_arrive_where_they_are_kept() -> None:
+    """One that is sent alone is not copied; of several, each is read once out of the buffer.
+
+    A list of tensors, one for each rank, would be copied whole once more, and so would a result
+    that is put together before it is stored.
+    """
+    for alone, several, uneven in run_ranks(counted, count=2):
+        assert alone[0] == 0, alone
+        copied, whole, parts = several  # four or more in a bucket, a tenth of all
+        assert copied == whole + parts
+        copied, whole, parts = uneven
+        assert copied <= whole + 2 * parts + 2 * 64

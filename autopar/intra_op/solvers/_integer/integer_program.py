@@ -178,19 +178,19 @@ def solve_program(
     Returns "optimal", "infeasible", or "stopped" (out of time), and the bound in seconds.
     """
     if importlib.util.find_spec("highspy") is None:
-        from autopar.intra_op.solvers import _cbc
+        from autopar.intra_op.solvers._integer import cbc
 
-        return _cbc.solve_program(stated, seconds, gap, report)
+        return cbc.solve_program(stated, seconds, gap, report)
     limits = {"time_limit": seconds, "gap": gap / stated.unit, "seed": seed}
     reader = _Reader(stated, report)
     if len(stated.arrays["cost"]) <= MOST_INSIDE:
-        from autopar.intra_op.solvers import _highs
+        from autopar.intra_op.solvers._integer import highs
 
-        _highs.solve({**stated.arrays, **limits}, reader.read)
+        highs.solve({**stated.arrays, **limits}, reader.read)
         return reader.status, reader.bound
     buffer = io.BytesIO()
     np.savez(buffer, **stated.arrays, **limits)  # type: ignore[arg-type]
-    script = str(Path(__file__).with_name("_highs.py"))
+    script = str(Path(__file__).with_name("highs.py"))
     with subprocess.Popen(
         [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:

@@ -3,7 +3,7 @@
 Everything that the bound rules out below a target is dropped. If the rest has a solution below the
 target, its best one is optimal for the relaxation; otherwise the target is a bound, and the next
 target is higher. Trial targets come first, since their programs are small; the last target is the
-best price (`_narrow`).
+best price (`narrowing`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.reduce import run
 from autopar.intra_op.reduce.flat import Ints
 from autopar.intra_op.solvers._dual import Dual
-from autopar.intra_op.solvers._narrow import Narrowed, narrow
-from autopar.intra_op.solvers._program import program, solve_program
+from autopar.intra_op.solvers._integer.integer_program import program, solve_program
+from autopar.intra_op.solvers._integer.narrowing import Narrowed, narrow
 from autopar.intra_op.solvers._search import GUESSES, Relaxation, Search
 
 FIRST_TRIAL = 0.005  # relative distance of the first target above the bound
@@ -62,12 +62,13 @@ def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
     target = search.bound + trial * search.scale()
     if search.price < math.inf:
         near = search.price - target <= 0.25 * (search.price - search.bound)
-        if near or (trial > FIRST_TRIAL and _pairs(relaxation, search.price) <= FEW_PAIRS):
+        if near or (trial > FIRST_TRIAL and pairs_below(relaxation, search.price) <= FEW_PAIRS):
             return search.price
     return target if trial < LAST_TRIAL else math.inf
 
 
-def _pairs(relaxation: Relaxation, price: float) -> int:
+def pairs_below(relaxation: Relaxation, price: float) -> int:
+    """Returns the number of pairs of choices that a solution within a price can use."""
     if relaxation.dual is None:
         return 0
     return int((relaxation.dual.without(price).matrix < np.inf).sum())

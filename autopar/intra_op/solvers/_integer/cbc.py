@@ -11,13 +11,13 @@ import pulp
 
 from autopar.errors import MissingDependencyError
 from autopar.intra_op.reduce.flat import Ints
-from autopar.intra_op.solvers._program import Program
+from autopar.intra_op.solvers._integer.integer_program import Program
 
 
 def solve_program(
     stated: Program, seconds: float, gap: float, report: Callable[[float, Ints | None], bool]
 ) -> tuple[str, float]:
-    """Solves a program as `_program.solve_program` does.
+    """Solves a program as `integer_program.solve_program` does.
 
     PuLP does not return CBC's bound, so a bound is known only if the program was solved to the end.
 

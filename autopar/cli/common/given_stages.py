@@ -1,0 +1,111 @@
+"""Options of `autopar plan` for given stages and for how kernels run, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.table import Table
+
+from autopar.cli.common.console import Stages, print_json, print_out, say, stages
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.plan_model import plan_captured
+from autopar.zoo import load
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def stage_options(command: Command) -> Command:
+    """Adds the options --stages, --microbatches, --schedule and --execution."""
+    for option in (
+        click.option(
+            "--execution",
+            metavar="HOW",
+            help="How the system runs kernels, for prices: 'compiled=blocks merged loss=steps "
+            "host=compiled optimizer=28'. Default: one for each operator.",
+        ),
+        click.option(
+            "--schedule",
+            metavar="NAME",
+            help="The order of stages and microbatches: 1f1b (the default), gpipe, "
+            "'interleaved_1f1b chunks=2'.",
+        ),
+        click.option(
+            "--microbatches",
+            type=click.IntRange(1, 2**20),
+            help="Cut the batch into so many microbatches.",
+        ),
+        click.option(
+            "--stages",
+            "stage_count",
+            type=click.IntRange(1, 2**20),
+            help="Cut the model into so many pipeline stages, along the mesh's outermost axis.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def show_given(
+    spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
+) -> None:
+    """Plans the stages that the options ask for, and prints and writes the plan."""
+    with stages(quiet=as_json) as stage:
+        trace = Stages(None if options.trace is None else Path(options.trace), stage)
+        module, inputs = load(spec.source, batch=spec.batch, seq=spec.seq, layers=spec.layers)
+        call = Call.of(module, inputs)
+        captured = capture_call(call, options, trace, options.microbatches)
+        plan = plan_captured(captured, mesh, options, trace)
+    plan = Plan(**{**vars(plan), "model": spec})
+    print_json(_json(plan)) if as_json else print_out(_head(plan), "", _table(plan))
+    if output is not None:
+        plan.save(output)
+        say(f"written to {output}; next: autopar simulate {output}", err=True)
+
+
+def _head(plan: Plan) -> str:
+    """Returns a line on the whole step."""
+    return (
+        f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
+        f"{format_seconds(plan.predicted.step_seconds)} a step (simulated), "
+        f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}"
+    )
+
+
+def _table(plan: Plan) -> Table:
+    """Returns a row for each stage."""
+    table = Table(box=None, header_style="bold")
+    for name in ("stage", "ranks", "mesh", "a microbatch", "memory"):
+        table.add_column(name)
+    for number, one in enumerate(plan.stages):
+        ranks, predicted = one.ranks(), one.predicted
+        table.add_row(
+            str(number),
+            f"{ranks[0]}-{ranks[-1]}",
+            str(one.mesh),
+            format_seconds(predicted.step_seconds),
+            format_bytes(predicted.peak_bytes),
+        )
+    return table
+
+
+def _json(plan: Plan) -> dict[str, object]:
+    return {
+        "graph": plan.graph,
+        "mesh": str(plan.mesh),
+        "model": plan.model.table(),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "predicted": plan.predicted.figures(),
+        "stages": [
+            {"mesh": str(one.mesh), "ranks": list(one.ranks()), **one.predicted.figures()}
+            for one in plan.stages
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Device placement of general graphs: which device runs which task, without a pipeline."""

@@ -1,0 +1,123 @@
+"""The work of an operator that runs as a part of a kernel, or of one in another format.
+
+See `autopar/passes/kernel_parts.py` for which parts there are. Products in 8 bits have scales. For
+"float8" an operand is read for its largest element, then read, scaled and written: 5 bytes for each
+of 2, once for all its readers (torchao's dynamic tensorwise scaling). For "float8-rows" every
+product casts its operands along each of the two dimensions that are contracted with it. For
+"mxfp8" a scale belongs to 32 elements, so that an operand is read once: 3 bytes and a scale each
+(OCP Microscaling Formats, version 1.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.intra_op.local_work import Local
+from autopar.ir.executed.execution import WHOLE
+
+# Bytes moved for a cast of one element of 16 bits, by format.
+_CAST = {"float8": 5.0, "float8-rows": 5.0, "mxfp8": 3.0 + 1 / 32}
+# Of each logit in single steps. Forwards: f16 to f32 (6), its maximum (4), difference (8),
+# exponential (8), sum (4) and quotient (8), of which the cast is an operator of its own; backwards
+# a copy (8) and the product with the loss's gradient (8).
+_STEPS = (32.0, 16.0)
+
+
+def as_part(local: Local, whole: NodeWork) -> NodeWork:
+    """Returns the work of an operator under its part of a kernel, given its work by itself."""
+    part = local.node.part
+    if part == WHOLE:
+        return whole
+    if part.fused or part.sums >= 0:
+        return _fused(local)
+    if part.loss == "steps":
+        return _in_steps(local, whole)
+    if not whole.forward:
+        return whole
+    joined = _joined(whole, part.share)
+    return _narrow(local, joined) if part.narrow else joined
+
+
+def _fused(local: Local) -> NodeWork:
+    """Returns what an operator moves for its kernel."""
+    node, part = local.node, local.node.part
+    if part.sums >= 0:
+        given, more = local.written, max(part.sums - 1, 0)
+        if part.fused:
+            sums = [local.gradient(0.0, float(more * given))] if more else []
+        else:
+            sums = [local.gradient(node.type.numel, 3.0 * given)] * more
+        return NodeWork((), tuple(sums) if node.requires_grad else ())
+    reads = [local.operands[at].nbytes for at in part.reads]
+    written = local.written if part.readers else 0
+    moved = float(sum(reads) + written + local.extra)
+    forward = (local.work(local.flops, moved),) if moved else ()
+    if not node.requires_grad:
+        return NodeWork(forward)
+    gradients = sum(local.operands[at].nbytes for at in part.reads if local.wanted[at])
+    back = gradients + part.readers * local.written + local.saved + local.extra
+    return NodeWork(forward, (local.gradient(local.flops, float(back)),) if back else ())
+
+
+def _in_steps(local: Local, whole: NodeWork) -> NodeWork:
+    """Returns a loss that is a kernel for each of its steps."""
+    logits = local.operands[0].numel
+    forward, backward = (
+        tuple(replace(work, nbytes=nbytes * logits) for work in side[:1])
+        for side, nbytes in zip((whole.forward, whole.backward), _STEPS, strict=True)
+    )
+    return NodeWork(forward, backward)
+
+
+def _joined(whole: NodeWork, share: float) -> NodeWork:
+    """Returns a linear as a part of a product with 1 / share as many columns.
+
+    Forwards and for the weights the columns stand beside one another; for the input they are
+    summed over.
+    """
+    if share == 1.0:
+        return whole
+
+    def longer(work: Work, length: str, shared: float) -> Work:
+        assert work.gemm is not None
+        gemm = replace(work.gemm, **{length: round(getattr(work.gemm, length) / share)})
+        nbytes = shared + (work.nbytes - shared) / share
+        return replace(work, flops=gemm.flops, nbytes=nbytes, gemm=gemm, share=share)
+
+    first = whole.forward[0]
+    assert first.gemm is not None
+    size = first.nbytes / _elements(first.gemm)
+    rows = size * first.gemm.m * first.gemm.k  # the input, or its gradient
+    products = [work for work in whole.backward if work.gemm is not None]
+    others = tuple(work for work in whole.backward if work.gemm is None)
+    into_x = [longer(work, "k", rows) for work in products[:-1]]
+    into_weight = [longer(work, "n", rows) for work in products[-1:]]
+    return NodeWork((longer(first, "n", rows),), (*into_x, *into_weight, *others))
+
+
+def _elements(gemm: Gemm) -> int:
+    return gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
+
+
+def _narrow(local: Local, whole: NodeWork) -> NodeWork:
+    """Returns a linear whose products are in 8 bits, with the casts of their operands.
+
+    Backwards the gradient of the result is cast and, for the product with the input, transposed.
+    """
+    part, (x, weight) = local.node.part, local.operands[:2]
+    each, rows = _CAST[part.narrow], part.narrow == "float8-rows"
+    given = local.results[0].numel
+    there = (x.numel if rows or part.casts else 0) + weight.numel
+    again = each * (given + there) if rows else 2.0 * given
+
+    def narrow(work: Work) -> Work:
+        if work.gemm is None:
+            return work
+        m, n, k = work.gemm.m, work.gemm.n, work.gemm.k
+        return replace(work, dtype="f8e4", nbytes=float(m * k + n * k + 2 * m * n))
+
+    casts = local.work(0.0, each * there), local.gradient(0.0, each * given + again)
+    return NodeWork(
+        (casts[0], *map(narrow, whole.forward)), (casts[1], *map(narrow, whole.backward))
+    )

@@ -1,0 +1,1 @@
+"""Integer programs on what reductions and bounds leave."""

@@ -1,0 +1,128 @@
+"""Memory priced at every time at once, for problems that reductions leave large.
+
+Every time has a Lagrange multiplier: what a byte costs that is held then. It changes by a factor
+that depends on how far a cheap choice is above or below the limit, relative to the room above the
+lightest choices: multiplicative weights, Plotkin, Shmoys and Tardos, "Fast Approximation Algorithms
+for Fractional Packing and Covering Problems" (FOCS 1991). Between two changes TRW-S goes on with
+its messages (`_trws`); dynamic programs over random forests improve the choice that it decodes
+(`forest`).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.intra_op.reduce.flat import Flat, Floats, Ints
+from autopar.intra_op.solvers._large.forest import forest, forests
+from autopar.intra_op.solvers._large.kicks import polish, repair
+from autopar.intra_op.solvers._large.usage_tree import held, usage
+from autopar.intra_op.solvers._moves import local, price
+from autopar.intra_op.solvers._trws import bound, sweep
+
+FORESTS = 2  # after every two sweeps of TRW-S
+POLISHES = 3  # sweeps over single nodes
+FIRST = 0.02  # price of all memory up to the limit at first, relative to the bound without it
+LEAST, MOST = 0.03, 0.3  # relative excesses between which the largest makes the longest step
+
+
+class Multipliers:
+    """Prices of memory, with the messages and choices that go with them.
+
+    Attributes:
+        flat: the problem.
+        prices: seconds per byte at each time.
+        bound, proof: the best lower bound so far, in seconds, and its prices.
+    """
+
+    def __init__(self, flat: Flat, seed: int = 0) -> None:
+        self.flat, self.seed = flat, seed
+        self.moves, self.bound, self.steps = local(flat), -np.inf, 0
+        self.space = forest(self.moves)
+        self.messages = np.zeros(int(self.moves.graph.message[-1]))
+        self.guess = np.zeros(flat.nodes, dtype=np.int64)
+        pieces = range(len(flat.span))
+        lightest = np.array([flat.nbytes[flat.held[p] : flat.held[p + 1]].min() for p in pieces])
+        change = np.zeros(len(flat.base) + 1)
+        np.add.at(change, flat.span[:, 1], lightest)
+        np.subtract.at(change, flat.span[:, 2], lightest)
+        room = flat.limit - flat.base - np.cumsum(change)[:-1]
+        self.room = np.maximum(room, 1e-6 * flat.limit) if len(room) else room
+        self.prices = self.proof = np.zeros(len(flat.base))
+
+    def begin(self) -> None:
+        """Gives every time a first price, once the bound without memory is known."""
+        self.prove()
+        self.prices = FIRST * abs(self.bound) / max(len(self.room), 1) / self.room
+
+    def cost(self) -> Floats:
+        """Returns the cost of every choice, with its memory priced."""
+        paid = np.append(0.0, np.cumsum(self.prices))
+        return self.flat.cost + self._weighed(
+            paid[self.flat.span[:, 2]] - paid[self.flat.span[:, 1]]
+        )
+
+    def _weighed(self, rates: Floats) -> Floats:
+        """Returns for every choice the sum of its bytes, those of each piece times its rate."""
+        flat, lengths = self.flat, np.diff(self.flat.held)
+        owner = np.repeat(flat.start[flat.span[:, 0]] - flat.held[:-1], lengths)
+        owner += np.arange(len(owner))
+        return np.bincount(owner, np.repeat(rates, lengths) * flat.nbytes, len(flat.cost))
+
+    def choose(self) -> Ints:
+        """Returns a cheap choice at the present prices; it need not fit."""
+        cost, graph = self.cost(), self.moves.graph
+        sweep(graph, cost, self.messages, self.guess, False)
+        sweep(graph, cost, self.messages, self.guess, True)
+        choice = self.guess.copy()
+        self.steps += 1
+        forests(self.moves, self.space, cost, choice, FORESTS, self.seed + self.steps)
+        return choice
+
+    def change(self, choice: Ints, length: float, full: float = 1.0) -> None:
+        """Changes prices by a factor of at most e^length, towards a share `full` of the limit.
+
+        They rise where the choice holds more, and fall where it holds less.
+        """
+        if not len(self.room):
+            return
+        over = (held(self.moves, choice) - full * self.flat.limit) / self.room
+        over /= min(max(float(over.max()), LEAST), MOST)
+        self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
+
+    def prove(self) -> float:
+        """Returns the bound of the present prices and messages, and keeps the best one."""
+        flat, least = self.flat, self.guess.copy()
+        excess = np.zeros(len(flat.cost))
+        refund = float(self.prices @ (flat.limit - flat.base))
+        seconds = bound(self.moves.graph, self.cost(), self.messages, excess, least)
+        rounding = 1e-12 * (abs(seconds) + abs(refund) + abs(flat.total))
+        proved = seconds + flat.total - refund - rounding
+        if proved > self.bound:
+            self.bound, self.proof = proved, self.prices
+        return proved
+
+    def price(self, choice: Ints) -> float:
+        """Returns the seconds of a choice."""
+        return self.flat.total + price(self.moves, choice)
+
+    def fits(self, choice: Ints) -> bool:
+        """Returns whether a choice is within the limit at all times."""
+        return float(held(self.moves, choice).max(initial=0.0)) <= self.flat.limit
+
+    def lightest(self) -> Ints:
+        """Returns the choice of the least bytes, each weighed by how long it is held."""
+        flat = self.flat
+        weight = self._weighed((flat.span[:, 2] - flat.span[:, 1]).astype(np.float64))
+        weight[np.isinf(flat.cost)] = np.inf
+        return np.array([int(np.argmin(weight[a:b])) for a, b in pairwise(flat.start.tolist())])
+
+    def fitted(self, choice: Ints) -> Ints | None:
+        """Returns a choice near this one that fits, improved by single changes, or None."""
+        choice = choice.copy()
+        tree = usage(self.moves, choice)
+        if not repair(self.moves, tree, self.cost(), choice):
+            return None
+        polish(self.moves, tree, choice, POLISHES)
+        return choice

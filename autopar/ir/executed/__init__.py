@@ -1,0 +1,1 @@
+"""How a system runs kernels, as values."""

@@ -1,0 +1,183 @@
+"""Attention under a mask, balanced by the keys that queries see, not by the queries' number.
+
+Documents that are packed into a row leave some queries much to do and others little. The queries
+are cut into blocks, each of which sees keys in one range; the blocks are dealt to the devices by
+their work, the largest first to the device with the least, and the results are dealt back. Keys and
+values travel to all devices in the call that deals queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.tensor import part_of
+from autopar.operators.attention.partial_attention import (
+    Attention,
+    partial_attention,
+    partial_gradients,
+)
+from autopar.operators.attention.ring_attention import unattended
+from autopar.operators.attention.sequences import Order, Parcel, Run, contiguous, dealt
+from autopar.operators.peer_devices import Peers, widened
+
+BLOCKS = 8  # of queries, for each device
+
+
+def shares(spans: Sequence[Run], count: int) -> Order:
+    """Returns the queries of each device, in blocks of one number of queries.
+
+    Graham, "Bounds on multiprocessing timing anomalies" (1969): no device has more than 4/3 of the
+    best division's work.
+
+    Args:
+        spans: first key and end of the keys that each query sees.
+        count: number of devices.
+    """
+    parts = BLOCKS * count
+    runs = [part_of(len(spans), parts, at) for at in range(parts)]
+    ranked = sorted((run for run in runs if run[1]), key=lambda run: (-_work(spans, run), run))
+    loads = [(0, 0, at) for at in range(count)]  # work, queries and the device
+    given: list[list[Run]] = [[] for _ in range(count)]
+    for run in ranked:
+        work, queries, at = min(loads)
+        loads[at] = work + _work(spans, run), queries + run[1], at
+        given[at].append(run)
+    return [tuple(sorted(own)) for own in given]
+
+
+def span(spans: Sequence[Run], run: Run) -> Run:
+    """Returns first key and end of the keys that some queries see, (0, 0) for none."""
+    own = [(low, high) for low, high in spans[run[0] : sum(run)] if low < high]
+    return (min(low for low, _ in own), max(high for _, high in own)) if own else (0, 0)
+
+
+def _work(spans: Sequence[Run], run: Run) -> int:
+    low, high = span(spans, run)
+    return run[1] * (high - low)
+
+
+def balanced_attention(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    how: Attention,
+    peers: Peers,
+    size: tuple[int, int],
+) -> Tensor:
+    """Returns attention of this device's queries over the keys of all devices.
+
+    Args:
+        tensors: queries, keys and values, [..., heads, positions, width].
+        mask: which keys this device's queries see, [..., queries, keys].
+        how: what is computed.
+        peers: the devices.
+        size: all queries and keys.
+    """
+    out: Tensor = _BalancedAttention.apply(  # type: ignore[no-untyped-call]
+        *tensors, mask, how, peers, size
+    )
+    return out
+
+
+class _BalancedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        how: Attention,
+        peers: Peers,
+        size: tuple[int, int],
+    ) -> Tensor:
+        rows, columns = contiguous(peers, size[0]), contiguous(peers, size[1])
+        spans = _spans(mask, peers, size[0])
+        order = shares(spans, peers.size)
+        every: Order = [((0, size[1]),)] * peers.size
+        query, keys, values, mask = dealt(
+            [
+                Parcel(query, rows, order),
+                Parcel(key, columns, every),
+                Parcel(value, columns, every),
+                Parcel(mask, rows, order),
+            ],
+            peers,
+        )()
+        out, lse = unattended(query, keys, values, how)
+        blocks = [(at, run[1], span(spans, run)) for at, run in _places(order[peers.index])]
+        for at, count, (low, high) in blocks:
+            if low < high:
+                part = query.narrow(-2, at, count), keys[..., low:high, :], values[..., low:high, :]
+                cut = mask.narrow(-2, at, count)[..., low:high]
+                found = partial_attention(*part, cut, how, 0)
+                for total, new in zip((out, lse), found, strict=True):
+                    total.narrow(-2, at, count).copy_(new)
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, result, lse)
+        ctx.how, ctx.peers, ctx.blocks, ctx.orders = (
+            how,
+            peers,
+            blocks,
+            (rows, columns, order, every),
+        )
+        return dealt([Parcel(result, order, rows)], peers)()[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        rows, columns, order, every = ctx.orders
+        given, keys, values = dealt(
+            [
+                Parcel(gradients[0], rows, order),
+                Parcel(key, columns, every),
+                Parcel(value, columns, every),
+            ],
+            ctx.peers,
+        )()
+        given = widened(given)
+        after = lse, given, (given * out).sum(-1, keepdim=True), out
+        sums = [torch.zeros_like(x, dtype=given.dtype) for x in (query, keys, values)]
+        for at, count, (low, high) in ctx.blocks:
+            if low < high:
+                part = query.narrow(-2, at, count), keys[..., low:high, :], values[..., low:high, :]
+                cut = mask.narrow(-2, at, count)[..., low:high]
+                near = [x.narrow(-2, at, count) for x in after]
+                found = partial_gradients(part, cut, ctx.how, 0, near)
+                sums[0].narrow(-2, at, count).add_(found.query)
+                sums[1][..., low:high, :].add_(found.key)
+                sums[2][..., low:high, :].add_(found.value)
+        home = [Parcel(sums[0].to(query.dtype), order, rows)]
+        home += [Parcel(total, every, columns) for total in sums[1:]]
+        into, into_key, into_value = dealt(home, ctx.peers)()
+        return (
+            into, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None, None,
+        )  # fmt: skip
+
+
+def _places(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
+    """Yields where a device has each of its runs."""
+    at = 0
+    for run in runs:
+        yield at, run
+        at += run[1]
+
+
+def _spans(mask: Tensor, peers: Peers, size: int) -> list[Run]:
+    """Returns first key and end of the keys that each query of all devices sees, in any batch."""
+    seen = mask.reshape(-1, *mask.shape[-2:]).any(0).int()
+    some, keys = seen.amax(-1), mask.shape[-1]
+    ends = torch.stack([seen.argmax(-1) * some, (keys - seen.flip(-1).argmax(-1)) * some], -1)
+    blocks = peers.blocks(size)
+    longest = max(count for _, count in blocks)
+    padded = torch.nn.functional.pad(ends, (0, 0, 0, longest - len(ends)))
+    stacked = peers.stack(padded).tolist()
+    parts = (
+        stacked[row][:count]
+        for row, (_, count) in zip(peers.order_of_blocks(), blocks, strict=True)
+    )
+    return [(low, high) for part in parts for low, high in part]

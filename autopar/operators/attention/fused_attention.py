@@ -1,0 +1,75 @@
+"""Torch's fused kernels of attention over some of the keys, with the lse of each query.
+
+`F.scaled_dot_product_attention` chooses among them, but does not return the lse that merges parts,
+nor does it take that of all keys for the gradient of one part. The operators behind it do both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def fuses(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> bool:
+    """Returns whether a kernel takes such operands without a mask.
+
+    Args:
+        query, key, value: [batch, heads, positions, width].
+        ahead: position of the first query less that of the first key under a causal mask; None
+            without one.
+    """
+    same = {x.shape[-1] for x in (query, key, value)} == {query.shape[-1]}
+    leads = {x.shape[:-2] for x in (query, key, value)} == {query.shape[:-2]}
+    if query.dim() != 4 or not (same and leads) or ahead not in (None, 0):
+        return False
+    if (ahead == 0 and query.shape[-2] != key.shape[-2]) or 0 in (*query.shape, *key.shape):
+        return False
+    if query.device.type == "cpu":
+        return query.is_floating_point()
+    return query.is_cuda and query.dtype in _HALVES and query.shape[-1] % 8 == 0
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns attention of operands that `fuses` takes, and its lse [batch, heads, queries, 1]."""
+    operators = torch.ops.aten
+    if query.device.type == "cpu":
+        kernel = operators._scaled_dot_product_flash_attention_for_cpu
+    else:
+        kernel = operators._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(query, key, value, 0.0, causal, scale=scale)
+    return out, lse.unsqueeze(-1)
+
+
+def fused_gradients(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    given: Tensor,
+    whole: tuple[Tensor, Tensor],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values that come from these keys.
+
+    Args:
+        tensors: query, key and value, as in `fused`.
+        given: the gradient of the result.
+        whole: the result and its lse over all keys, [batch, heads, queries, 1].
+        causal, scale: as in `fused`.
+    """
+    query, key, value = tensors
+    operators, out = torch.ops.aten, whole[0].to(query.dtype).contiguous()
+    lse = whole[1].squeeze(-1).contiguous()
+    operands = given.to(query.dtype).contiguous(), query, key, value, out, lse
+    if query.device.type == "cpu":
+        kernel = operators._scaled_dot_product_flash_attention_for_cpu_backward
+        found = kernel(*operands, 0.0, causal, scale=scale)
+    else:
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of no dropout
+        sizes = None, None, query.shape[-2], key.shape[-2]
+        kernel = operators._scaled_dot_product_flash_attention_backward
+        found = kernel(*operands, *sizes, 0.0, causal, seed, seed[:0], scale=scale)
+    gradients: tuple[Tensor, Tensor, Tensor] = found
+    return gradients

@@ -1,0 +1,127 @@
+"""Masks of attention that show each query the keys of one interval, found without the whole mask.
+
+A comparison of numbers of queries with ascending numbers of keys shows each query an interval of
+them, and so does an `and` of comparisons. A mask of a million positions has 2^40 elements, its
+intervals two million numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Graph, Ref
+
+Evaluate = Callable[[str], Tensor | None]
+Intervals = tuple[Tensor, Tensor]  # first key of each query, and the end
+
+_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
+_COMPARISONS = {f"aten.{name}.Tensor": name for name in _MIRRORED}
+_ANDS = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and")
+_SAME = ("aten.expand", "autopar.share", "autopar.detach")
+
+
+def kind_by_intervals(graph: Graph, name: str, evaluate: Evaluate) -> str:
+    """Returns "full", "causal" or "" for a mask that depends on no input, "" also if unknown.
+
+    Args:
+        graph: the graph.
+        name: a bool mask [..., queries, keys].
+        evaluate: returns the value of a node, None if that is too large.
+    """
+    shape = graph[name].type.shape
+    found = _intervals(graph, name, evaluate) if len(shape) > 1 else None
+    if found is None:
+        return ""
+    (first, end), (queries, keys) = found, shape[-2:]
+    if bool((first == 0).all()) and bool((end == keys).all()):
+        return "full"
+    numbers = torch.arange(1, queries + 1)
+    causal = queries == keys and bool((first == 0).all()) and bool((end == numbers).all())
+    return "causal" if causal else ""
+
+
+def _intervals(graph: Graph, name: str, evaluate: Evaluate) -> Intervals | None:
+    """Returns the keys that each query sees, if they are one interval, alike for every batch."""
+    node = graph[name]
+    queries, keys = node.type.shape[-2:]
+    if node.op in _SAME and graph[node.inputs[0]].type.shape[-2:] == (queries, keys):
+        return _intervals(graph, node.inputs[0], evaluate)
+    if node.op in _ANDS:
+        parts = [_operand(graph, name, (queries, keys), evaluate) for name in _two(node.args)]
+        if len(parts) != 2 or None in parts:
+            return None
+        (low, end), (other, before) = (part for part in parts if part is not None)
+        return torch.maximum(low, other), torch.minimum(end, before)
+    if node.op not in _COMPARISONS or len(_two(node.args)) != 2:
+        return None
+    left, right = (_line(evaluate(operand)) for operand in _two(node.args))
+    if left is None or right is None:
+        return None
+    comparison = _COMPARISONS[node.op]
+    if _along(left) == -1:  # keys are compared with queries
+        left, right, comparison = right, left, _MIRRORED[comparison]
+    return _seen(left, right, comparison, (queries, keys))
+
+
+def _operand(
+    graph: Graph, name: str, size: tuple[int, int], evaluate: Evaluate
+) -> Intervals | None:
+    """Returns the intervals of an operand of `and`, which may be true everywhere."""
+    shape = graph[name].type.shape
+    if shape[-2:] == size and (found := _intervals(graph, name, evaluate)) is not None:
+        return found
+    value = _unrepeated(evaluate(name))
+    if value is None or value.numel() != 1 or not bool(value.all()):
+        return None
+    return torch.zeros(size[0], dtype=torch.int64), torch.full((size[0],), size[1])
+
+
+def _seen(
+    rows: Tensor, columns: Tensor, comparison: str, size: tuple[int, int]
+) -> Intervals | None:
+    """Returns where `rows comparison columns` holds; None unless columns ascend."""
+    if _along(rows) == -1 or _along(columns) == -2:
+        return None
+    own, keys = (x.flatten().expand(n) for x, n in zip((rows, columns), size, strict=True))
+    if not bool((keys[1:] >= keys[:-1]).all()):
+        return None
+    keys, own = keys.contiguous(), own.contiguous()
+    low = torch.searchsorted(keys, own)
+    high = torch.searchsorted(keys, own, right=True)
+    none, every = torch.zeros_like(low), torch.full_like(low, size[1])
+    return {
+        "ge": (none, high), "gt": (none, low), "le": (low, every), "lt": (high, every),
+        "eq": (low, high),
+    }[comparison]  # fmt: skip
+
+
+def _two(args: tuple[object, ...]) -> list[str]:
+    return [arg.name for arg in args if isinstance(arg, Ref)]
+
+
+def _line(value: Tensor | None) -> Tensor | None:
+    """Returns numbers along one dimension, the last or the one before; None for others."""
+    value = _unrepeated(value)
+    if value is None or value.dtype.is_floating_point or value.dtype == torch.bool:
+        return None
+    long = [dim - value.dim() for dim, size in enumerate(value.shape) if size > 1]
+    return value if long in ([], [-1], [-2]) else None
+
+
+def _along(value: Tensor) -> int:
+    """Returns the dimension of numbers along one; 0 for a single number."""
+    long = [dim - value.dim() for dim, size in enumerate(value.shape) if size > 1]
+    return long[0] if long else 0
+
+
+def _unrepeated(value: Tensor | None) -> Tensor | None:
+    """Returns a value with one element along each dimension whose elements are all equal."""
+    for dim in range(value.dim() if value is not None else 0):
+        assert value is not None
+        first = value.narrow(dim, 0, min(value.shape[dim], 1))
+        if value.shape[dim] > 1 and (value.stride(dim) == 0 or bool((value == first).all())):
+            value = first
+    return value

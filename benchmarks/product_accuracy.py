@@ -1,0 +1,111 @@
+"""Prices published cases by plain calls of autopar.plan: `python -m benchmarks.product_accuracy`.
+
+Rows of benchmarks/published.json, with the options of benchmarks/published/product.py. Nothing runs
+on an accelerator. Writes results/product_accuracy.csv. A system takes two to six minutes;
+`--only SYSTEM` replaces its rows. To "fitted" rows a figure of the device was fitted
+(devices.toml): step_efficiency of A100 to Megatron's, of H100 to Megatron-Core's, of H100-96 to
+torchtitan's two of 8 devices in bf16, of V100 to Alpa's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import cost_accuracy
+from benchmarks.cost_accuracy import facts
+from benchmarks.harness import write
+from benchmarks.published import megatron, megatron_core, product
+
+Row = dict[str, Any]
+
+
+def _row(system: str, case: str, quantity: str, kind: str, published: float, found: float) -> Row:
+    """One comparison, with its relative error."""
+    return {
+        "system": system, "case": case, "quantity": quantity, "kind": kind,
+        "published": published, "product": found, "error": found / published - 1,
+    }  # fmt: skip
+
+
+def megatron_rows() -> Iterator[Row]:
+    """Megatron-LM on A100."""
+    for row in facts("megatron_sc21_table1_a100_80gb"):
+        run = cost_accuracy.megatron_run(row)
+        flops = megatron.iteration_flops(run)
+        found = product.megatron_tflops(product.megatron_plan(run), run, flops)
+        yield _row("megatron", row["model"], "TFLOP/s", "fitted", row["tflops_per_gpu"], found)
+
+
+def megatron_core_rows() -> Iterator[Row]:
+    """Megatron-Core on H100."""
+    for row in facts("megatron_core_r080_h100_weak_scaling"):
+        run = cost_accuracy.megatron_core_run(row)
+        flops = megatron_core.iteration_flops(run)
+        found = product.megatron_tflops(product.megatron_core_plan(run), run, flops)
+        head = ("megatron-core", row["model"], "TFLOP/s", "fitted")
+        yield _row(*head, row["tflops_per_gpu"], found)
+
+
+def torchtitan_rows() -> Iterator[Row]:
+    """torchtitan on H100s of 500 W, without context parallelism; memory is what is reserved."""
+    for row in facts("torchtitan_h100"):
+        run = cost_accuracy.torchtitan_run(row)
+        if run.cp > 1:
+            continue
+        fitted = run.model == "8B" and not run.float8
+        kind = "fitted" if fitted or run.seq > 8192 else "predicted"
+        case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
+        speed = product.torchtitan_tokens_per_second(run)
+        head = ("torchtitan", case)
+        yield _row(*head, "tokens/s a device", kind, row["tokens_per_s_per_gpu"], speed)
+        if "memory_gib" in row:
+            memory = product.torchtitan_plan(run).predicted.peak_bytes / 2**30
+            yield _row(*head, "GiB a device", "predicted", row["memory_gib"], memory)
+
+
+def alpa_rows() -> Iterator[Row]:
+    """Alpa's ablation of GPT on V100."""
+    for row in facts("alpa_gpt_intra_op_ablation_p3_16xlarge"):
+        if row["oom"]:
+            continue
+        run = cost_accuracy.alpa_run(row)
+        plan = product.alpa_plan(run)
+        case = f"H{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
+        seconds, memory = plan.predicted.step_seconds, plan.predicted.peak_bytes / 1e9
+        yield _row("alpa", case, "s a step", "fitted", row["latency_s"], seconds)
+        yield _row("alpa", case, "GB a device", "predicted", row["peak_mem_gb"], memory)
+
+
+SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
+    "megatron": megatron_rows,
+    "megatron-core": megatron_core_rows,
+    "torchtitan": torchtitan_rows,
+    "alpa": alpa_rows,
+}
+
+
+def main() -> None:
+    """Prices every row, prints and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=SYSTEMS, action="append", help="price this system")
+    chosen = parser.parse_args().only or list(SYSTEMS)
+    for name in chosen:
+        rows = []
+        for row in SYSTEMS[name]():
+            print(
+                f"{row['system']:14} {row['case']:62} {row['quantity']:18} {row['published']:9.4g} "
+                f"{row['product']:9.4g} {row['error']:+7.3f} {row['kind']}",
+                flush=True,
+            )
+            rows.append(row)
+            write("product_accuracy", rows, keys=("system", "case", "quantity"))
+        for unit in dict.fromkeys(row["quantity"] for row in rows):
+            errors = [abs(row["error"]) for row in rows if row["quantity"] == unit]
+            mean = sum(errors) / len(errors)
+            print(f"{name}: {unit}: mean error {mean:.1%}, worst {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Published cases as plain calls of `autopar.plan`: models, meshes, pins and options, no more.
+
+Each system is a table of options; what they assume of it, and where it is said, stands at the head
+of that system's file (megatron.py, megatron_core.py, torchtitan.py, alpa.py). No price is computed
+here: seconds and bytes are those of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import autopar
+from autopar import pins
+from autopar.plan import Plan
+from benchmarks.published import alpa, megatron, torchtitan
+from benchmarks.published.models import GPT, Llama, Sizes
+from benchmarks.published.torchtitan import DEVICE, SIZES
+
+NO_LIMIT = 1e16
+MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
+MEGATRON_CORE = "merged loss=steps optimizer=44"
+TORCHTITAN = "optimizer=28 reserve=15%"
+ALPA = "compiled=all merged waits optimizer=30"
+ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
+BY_OPERATOR = "save linear:2 attention"
+
+
+def _tokens(samples: int, seq: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(samples, seq, dtype=torch.long, device="meta")
+    return {"tokens": tokens, "labels": tokens}
+
+
+def _axes(device: str, sizes: Mapping[str, int]) -> str:
+    return f"{device}: " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+@cache
+def megatron_plan(run: megatron.Run) -> Plan:
+    """The plan of a row of SC21's table."""
+    with torch.device("meta"):
+        model = GPT(Sizes(run.hidden, run.heads, run.layers, run.vocab, run.seq))
+    return _pipeline(
+        model, run, pins.megatron("tp"), precision="fp16 communication=fp16",
+        recompute="full", state="ddp", execution=MEGATRON,
+    )  # fmt: skip
+
+
+@cache
+def megatron_core_plan(run: megatron.Run) -> Plan:
+    """The plan of a row of Megatron-Core's README."""
+    sizes = Sizes(
+        run.hidden, run.heads, run.layers, run.vocab, run.seq, 0.0, tied=False, flash=True
+    )
+    with torch.device("meta"):
+        model = GPT(sizes)
+    return _pipeline(
+        model, run, pins.megatron_sp("tp"), precision="bf16", recompute="none",
+        state="zero1", fuse=["async_tensor_parallel"], execution=MEGATRON_CORE,
+    )  # fmt: skip
+
+
+def _pipeline(model: torch.nn.Module, run: megatron.Run, tensor: Any, **options: Any) -> Plan:
+    schedule = "1f1b" if run.chunks == 1 else f"interleaved_1f1b chunks={run.chunks}"
+    # An axis of one device is left out where the system has none.
+    sizes = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
+    return autopar.plan(
+        model,
+        _axes(run.device, {n: s for n, s in sizes.items() if s > 1 or n == "tp"}),
+        example_inputs=_tokens(run.global_batch, run.seq),
+        pins=[*([pins.data_parallel("dp")] if run.dp > 1 else []), tensor],
+        stages=run.pp * run.chunks,
+        microbatches=run.microbatches,
+        schedule=schedule,
+        memory=NO_LIMIT,
+        **options,
+    )
+
+
+@cache
+def torchtitan_plan(run: torchtitan.Run) -> Plan:
+    """The plan of a row of torchtitan's pages."""
+    sizes = replace(SIZES[run.model], seq=run.seq * run.cp)
+    with torch.device("meta"):
+        model = Llama(sizes)
+        turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads // 2, dtype=torch.complex64)
+    words = []
+    if run.compiled:
+        words.append("compiled=blocks")
+    if run.float8:
+        words.append(f"linears=float8{'-rows' * run.rowwise}")
+    axes = {"dp": run.fsdp // run.cp, "cp": run.cp, "tp": run.tp}
+    given: list[pins.Word] = [pins.data_parallel("dp")]
+    given += [pins.megatron_sp("tp")] if run.tp > 1 else []
+    return autopar.plan(
+        model,
+        _axes(DEVICE, {name: size for name, size in axes.items() if size > 1}),
+        example_inputs={
+            **_tokens(run.batch * run.fsdp // run.cp, sizes.seq), "turns": turns
+        },
+        pins=given,
+        state="zero3",
+        precision="bf16",
+        recompute="full" if run.full else BY_OPERATOR,
+        fuse=["async_tensor_parallel"] if run.asynchronous else False,
+        execution=" ".join([*words, TORCHTITAN]),
+        memory=NO_LIMIT,
+    )  # fmt: skip
+
+
+@cache
+def alpa_plan(run: alpa.Run) -> Plan:
+    """The plan of a row of Alpa's ablation of GPT."""
+    sizes = Sizes(run.hidden, alpa.HEADS, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    data, tensor = run.logical
+    split = [pins.megatron("tp")] if tensor > 1 else []
+    return autopar.plan(
+        model,
+        _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
+        example_inputs=_tokens(alpa.BATCH, alpa.SEQ),
+        pins=[*([pins.data_parallel("dp")] if data > 1 else []), *split],
+        state=ALPA_STATES.get(run.method, "zero2"),
+        precision="fp16 communication=fp16",
+        recompute="full",
+        execution=ALPA,
+        memory=NO_LIMIT,
+    )
+
+
+def torchtitan_tokens_per_second(run: torchtitan.Run) -> float:
+    """Predicted tokens a second and device."""
+    return run.tokens / torchtitan_plan(run).predicted.step_seconds / run.tp
+
+
+def megatron_tflops(plan: Plan, run: megatron.Run, flops: float) -> float:
+    """Predicted TFLOP/s of each device, given the FLOPs of an iteration."""
+    return flops / plan.predicted.step_seconds / run.gpus / 1e12

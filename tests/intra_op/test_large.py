@@ -1,0 +1,96 @@
+"""The search on large problems: its parts against their definitions, its results against optima."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.reduce import flatten
+from autopar.intra_op.solvers import ilp, solve
+from autopar.intra_op.solvers._large.forest import forest, forests
+from autopar.intra_op.solvers._large.multipliers import Multipliers
+from autopar.intra_op.solvers._large.usage_tree import swap_all, usage
+from autopar.intra_op.solvers._moves import local
+from tests.intra_op.test_trees import drawn
+
+
+def spread(seed: int, count: int = 40, chords: int = 25) -> Problem:
+    """A problem with cycles whose nodes live at different times, and a limit that binds."""
+    rng = np.random.default_rng(seed)
+    problem = drawn(seed, count, chords, None)
+    starts = rng.integers(0, 30, count)
+    lives = [(int(a), int(a + 1 + rng.integers(0, 15))) for a in starts]
+    nodes = [replace(v, live=live) for v, live in zip(problem.nodes, lives, strict=True)]
+    problem = replace(problem, nodes=tuple(nodes))
+    most = evaluate(problem, solve(problem, "ilp")).peak
+    least = evaluate(problem, [int(np.argmin(node.memory)) for node in problem.nodes]).peak
+    return replace(problem, memory_limit=float(np.floor(0.5 * (most + least))))
+
+
+@pytest.fixture(scope="module")
+def solved() -> list[tuple[Problem, Solution]]:
+    problems = [spread(seed) for seed in range(4)]
+    return [(problem, solve(problem, "ilp")) for problem in problems]
+
+
+def test_the_tree_of_usage_follows_changes(solved: list[tuple[Problem, Solution]]) -> None:
+    rng = np.random.default_rng(0)
+    for problem, _ in solved:
+        moves = local(flatten(problem))
+        choice = np.zeros(len(problem.nodes), dtype=np.int64)
+        tree = usage(moves, choice)
+        for _ in range(20):
+            wanted = np.array([rng.integers(len(node.cost)) for node in problem.nodes])
+            swap_all(moves, tree, choice, wanted)
+            assert (choice == wanted).all()
+            assert tree.top[1] == evaluate(problem, choice.tolist()).peak
+
+
+def test_a_forest_over_a_tree_is_its_optimum() -> None:
+    for seed in range(5):
+        problem = drawn(seed, 60, 0, None)
+        moves, choice = local(flatten(problem)), np.zeros(60, dtype=np.int64)
+        forests(moves, forest(moves), moves.cost, choice, 1, seed)
+        assert evaluate(problem, choice.tolist()).cost == solve(problem, "ilp").objective
+
+
+def test_multipliers_bound_every_choice_from_below(solved: list[tuple[Problem, Solution]]) -> None:
+    for problem, best in solved:
+        multipliers = Multipliers(flatten(problem))
+        multipliers.begin()
+        for step in range(200):
+            multipliers.change(multipliers.choose(), 0.5 * 0.98**step)
+            multipliers.prove()
+            assert multipliers.bound <= best.objective
+        assert multipliers.bound >= best.objective * 0.9
+        fitted = multipliers.fitted(multipliers.choose())
+        assert fitted is not None
+        assert evaluate(problem, fitted.tolist()).feasible
+
+
+@pytest.mark.parametrize("solver", ["ilp", "auto"])
+def test_the_search_on_large_problems_comes_near_the_optimum(
+    solver: str, solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the border set to nothing, small problems take the path of large ones."""
+    for module in ("ilp", "auto"):
+        monkeypatch.setattr(f"autopar.intra_op.solvers.{module}.LARGE", 0)
+    for problem, best in solved[:2]:
+        found = solve(problem, solver, time_limit=0.7, seed=3)
+        assert evaluate(problem, found).feasible
+        assert found.bound <= best.objective <= found.objective <= 1.02 * best.objective
+
+
+def test_the_same_seed_gives_the_same_choice(
+    solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work ends the search here, since the clock stands still."""
+    monkeypatch.setattr(ilp, "LARGE", 0)
+    monkeypatch.setattr("autopar.intra_op.solvers._search.time.perf_counter", lambda: 0.0)
+    problem, _ = solved[0]
+    found = [solve(problem, "ilp", time_limit=0.5, seed=1) for _ in range(2)]
+    assert found[0].choice == found[1].choice
+    assert found[0].ended == "work"
