@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -25,19 +27,21 @@ def render(searched: Searched, plan: Plan) -> list[RenderableType]:
     stages = Table(box=None, header_style="bold", title_justify="left")
     for name in ("stage", "devices", "layers", "mesh", "a microbatch", "memory"):
         stages.add_column(name)
-    for number, one in enumerate(best.stages):
-        stages.add_row(
-            str(number),
-            str(one.submesh),
-            ", ".join(f"{c.first}-{c.last}" for c in one.chunks),
-            _mesh(one),
-            format_seconds(one.seconds),
-            format_bytes(one.memory),
+    for (devices, *figures), alike in groupby(enumerate(best.stages), lambda each: _alike(each[1])):
+        rows = list(alike)
+        ends = rows[0], rows[-1]
+        numbers, layers = (
+            " to ".join(dict.fromkeys(text(*end) for end in ends))
+            for text in (lambda number, _: str(number), lambda _, stage: _layers(stage))
         )
+        stages.add_row(numbers, devices, layers, *figures)
     head = (
         f"{best.schedule}, {best.microbatches} microbatches, {len(best.stages)} stages: "
         f"{format_seconds(plan.predicted.step_seconds)} a step (simulated), "
-        f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}"
+        f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}\n"
+        f"batch: {plan.model.batch} samples{_sequence(plan)}; "
+        f"optimizer: {plan.stages[0].update.optimizer}; "
+        f"precision: {str(plan.precision) or 'of the model'}"
     )
     others = Table(box=None, header_style="bold")
     for name in ("runner-up", "microbatches", "stages", "a step", "slower by"):
@@ -54,6 +58,19 @@ def render(searched: Searched, plan: Plan) -> list[RenderableType]:
     )
     tail = f"{searched.closed_form.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
+
+
+def _sequence(plan: Plan) -> str:
+    return f" of {plan.model.seq} tokens" if plan.model.seq else ""
+
+
+def _alike(one: Stage) -> tuple[str, ...]:
+    """Returns what equal stages have in common: one row shows all that follow one another."""
+    return str(one.submesh), _mesh(one), format_seconds(one.seconds), format_bytes(one.memory)
+
+
+def _layers(one: Stage) -> str:
+    return ", ".join(f"{chunk.first}-{chunk.last}" for chunk in one.chunks)
 
 
 def _mesh(one: Stage) -> str:

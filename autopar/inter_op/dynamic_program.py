@@ -15,26 +15,17 @@ program minimises the sum of `time` and of the transfers between stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.loops import entry
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-_njit: Any = numba.njit(cache=True, nogil=True)
 
 
-def _compiled(function: Function) -> Function:
-    """Compiles a function with an on-disk cache and without the interpreter lock."""
-    return cast(Function, _njit(function))
-
-
-@_compiled
+@entry
 def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
     """Computes the smallest top of an option for each (first, last, submesh); infinite if none.
 
@@ -52,7 +43,7 @@ def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
     return lowest
 
 
-@_compiled
+@entry
 def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints]:
     """Computes the fewest devices for the layers from each one on, and for those before each one.
 
@@ -77,7 +68,7 @@ def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints
     return after, before
 
 
-@_compiled
+@entry
 def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
     """Computes the least sum of time x devices over stages that cover the layers before each one.
 
@@ -98,7 +89,7 @@ def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
     return work
 
 
-@_compiled
+@entry
 def _option(
     time: Floats, top: Floats, fixed: Floats, each: Floats, count: int,
     most: float, memory: float, in_flight: float,
@@ -112,7 +103,7 @@ def _option(
     return found
 
 
-@_compiled
+@entry
 def sums(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
@@ -200,7 +191,7 @@ def sums(
     return totals, ends
 
 
-@_compiled
+@entry
 def trace(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
@@ -239,7 +230,7 @@ def trace(
     return found
 
 
-@_compiled
+@entry
 def least_memory(row: Ints, peak: Floats) -> Floats:
     """Computes the least bytes of the fullest stage, for stages on sub-meshes of one shape.
 

@@ -12,12 +12,11 @@ This module checks the schedules independently and shares no code with them: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,17 +28,13 @@ from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.whole_rows import CODE, Columns, check_whole
 from autopar.ir.action import COMPUTE, KINDS, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Step
+from autopar.loops import entry
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _SEND_F, _BEGIN, _UPDATE = (CODE[kind] for kind in ("SEND_F", SYNC_BEGIN, UPDATE))
 _STEADY = 3  # periods simulated after the warm-up
 _MORE = 4  # further periods, over which the steady state is measured
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(function: _Function) -> _Function:
-    return cast(_Function, numba.njit(cache=True, nogil=True)(function))
 
 
 class StageCost(NamedTuple):
@@ -266,7 +261,7 @@ def _check(rows: Sequence[Row], sized: Schedule | Step) -> None:
     check_whole(Columns.of(rows, sized.placement, sized.microbatches), sized.placement)
 
 
-@_compiled
+@entry
 def _order(begins: Ints, needs: Ints, first: Ints) -> tuple[Ints, Ints]:
     """Returns a topological order of the runnable actions, and where each rank stops."""
     ranks = len(begins) - 1
@@ -293,7 +288,7 @@ def _order(begins: Ints, needs: Ints, first: Ints) -> tuple[Ints, Ints]:
     return order[:count], heads
 
 
-@_compiled
+@entry
 def _run(
     order: Ints,
     begins: Ints,

@@ -12,8 +12,10 @@ from typing import Any
 import click
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 
 from autopar.errors import ProgramError
 from autopar.files.kinds import Kind
@@ -104,7 +106,18 @@ def print_out(*parts: RenderableType) -> None:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     for part in parts:
-        console.print(part)
+        console.print(_foldable(part))
+
+
+def _foldable(part: RenderableType) -> RenderableType:
+    """Lets cells of tables that are too wide go on in another line, instead of ending in dots."""
+    if isinstance(part, Table):
+        for column in part.columns:
+            column.overflow, column.no_wrap = "fold", False
+    inner = part.renderables if isinstance(part, rich.console.Group) else ()
+    for each in (*inner, *([part.renderable] if isinstance(part, Padding) else ())):
+        _foldable(each)
+    return part
 
 
 def print_json(value: object) -> None:

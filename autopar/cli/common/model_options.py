@@ -130,6 +130,13 @@ def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
     return tuple(rules)
 
 
+def headed(graph: Graph, options: Options) -> str:
+    """Returns a line on what is planned: the batch, the optimizer and the precision."""
+    batch = ", ".join(f"{leaf.target} {leaf.type}" for leaf in graph.leaves("input"))
+    precision = str(options.precision) or "the model's own"
+    return f"batch: {batch}; optimizer: {options.update.optimizer}; precision: {precision}"
+
+
 def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
     """Returns the model for batches of any size, as the search for stages needs it."""
     from autopar.planning.pipelines.automatic import AnySize

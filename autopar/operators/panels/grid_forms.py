@@ -13,17 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import DTYPE_BYTES, TensorType, part_of
 from autopar.operators.device_work import Gemm, NodeWork, Work
 from autopar.operators.form import Calls, Form, Kwargs, Layouts, Part, Types
-from autopar.operators.panels.product import Grid, product, turns
-from autopar.operators.peer_devices import Axes, Devices
+from autopar.operators.panels import turns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 LINEAR = "aten.linear"
 # Operators, with examples on which their forms are proved.
@@ -146,6 +148,8 @@ def _linear(
 
 def _matmul(mesh: Devices, x: Tensor, w: Tensor, *, across: Axes, down: Axes) -> Tensor:
     """A product whose blocks of both operands are gathered in panels."""
+    from autopar.operators.panels.product import Grid, product
+
     return product(x, w, Grid(mesh.group(across), mesh.group(down)))
 
 

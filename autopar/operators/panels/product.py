@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.tensor import part_of
+from autopar.operators.panels import turns
 from autopar.operators.peer_devices import Peers, widened
 
 Waiting = Callable[[], Tensor]
@@ -37,11 +38,6 @@ class Grid:
     def turns(self, contracted: int) -> int:
         """Returns the number of turns for blocks with so many contracted elements."""
         return turns(self.across.size, contracted)
-
-
-def turns(side: int, contracted: int) -> int:
-    """Returns the number of turns on a grid of side x side devices."""
-    return min(side, contracted)
 
 
 def product(x: Tensor, w: Tensor, grid: Grid) -> Tensor:

@@ -307,11 +307,10 @@ class Group:
             rows: Sequence[Tensor] = (
                 unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
             )
+            whole: Sequence[Tensor | None] = into or [None] * len(xs)
             return [
                 self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent, to)
-                for row, (x, extent), dim, to in zip(
-                    rows, padded, dims, into or [None] * len(xs), strict=True
-                )
+                for row, (x, extent), dim, to in zip(rows, padded, dims, whole, strict=True)
             ]
 
         return arrive
