@@ -23,7 +23,7 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.common.planning_profile import PROFILE
-from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
 from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.errors import ProgramError
@@ -244,8 +244,7 @@ def command(
         fuse=choose((*fused, *also)),
         **{name: value for name, value in given.items() if value is not None},
     )
-    if output is not None and not output.parent.is_dir():
-        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    _check_folder(output)
     if way is None and LOCAL_UPDATES in allowed(options.allow):
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
@@ -253,11 +252,9 @@ def command(
         options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
-    if options.searches_stages:
-        _pipeline(spec, mesh, options, output, as_json)
-        return
-    if options.is_pipeline:
-        show_given(spec, mesh, options, output, as_json)
+    if options.searches_stages or options.is_pipeline:
+        show = _pipeline if options.searches_stages else show_given
+        show(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -267,9 +264,7 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        inside = Plan.of(best, spec)
-        plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
-        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
+        plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
         explanation = explained(graph, best, best.limit, options.table, prices)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
@@ -277,6 +272,16 @@ def command(
     else:
         say(headed(graph, options))
         _print(best, explanation, [] if rounds is None else [rounds.text()])
+    _save(plan, model, output)
+
+
+def _check_folder(output: Path | None) -> None:
+    if output is not None and not output.parent.is_dir():
+        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+
+
+def _save(plan: Plan, model: str, output: Path | None) -> None:
+    """Writes a plan, if a file is given, and says what to do next."""
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"

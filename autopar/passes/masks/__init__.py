@@ -1,1 +1,1 @@
-"""Masks of attention that are recognised."""
+"""Recognises masks of attention: causal, sliding windows, documents."""
