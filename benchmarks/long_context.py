@@ -73,7 +73,7 @@ def row(length: int, nodes: int) -> dict[str, Any]:
     seconds = plan.predicted.step_seconds
     return made | {
         "attention": attention_of(plan, graph),
-        "recompute": str(plan.recompute),
+        "recompute": "; ".join(map(str, plan.recompute.values())),
         "peak_gib": round(plan.predicted.peak_bytes / 2**30, 1),
         "step_seconds": round(seconds, 3),
         "tokens_per_s": round(length / seconds),
