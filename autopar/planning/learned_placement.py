@@ -63,7 +63,8 @@ class Policy(nn.Module):
         states = states[0]
         hidden, cell = hidden[0].expand(count, -1), cell[0].expand(count, -1)
         last = torch.full((count,), self.devices)
-        drawn, chances = [], torch.zeros(count)
+        drawn: list[Tensor] = []
+        chances = torch.zeros(count)
         for state in states:
             given = torch.cat([self.before(last), state.expand(count, -1)], dim=1)
             hidden, cell = self.decoder(given, (hidden, cell))
@@ -93,10 +94,12 @@ def _learn(problem: PlacementProblem, steps: int) -> Learned:
     optimizer = torch.optim.Adam(policy.parameters(), RATE)
     worst = UNFIT * sum(max(task.seconds) for task in problem.tasks)
     best: Placed | None = None
-    baseline, means, bests = None, [], []
+    baseline: float | None = None
+    means: list[float] = []
+    bests: list[float] = []
     for _ in range(steps):
         drawn, chances = policy(tasks, SAMPLES)
-        seconds = []
+        seconds: list[float] = []
         for row in drawn.tolist():
             devices = [0] * len(order)
             for v, device in zip(order, row, strict=True):
@@ -126,7 +129,8 @@ def _learn(problem: PlacementProblem, steps: int) -> Learned:
 
 def _features(problem: PlacementProblem) -> Tensor:
     """Returns seconds, memory, traffic and neighbours of the tasks in topological order."""
-    rows, place = [], {v: k for k, v in enumerate(problem.order)}
+    rows: list[list[float]] = []
+    place = {v: k for k, v in enumerate(problem.order)}
     for v in problem.order:
         task = problem.tasks[v]
         near = [0.0] * len(place)
