@@ -59,7 +59,7 @@ SAME_NAMES = {
 }
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
-    "autopar.capture.autocast": "asks autocast what it casts",
+    "autopar.capture.dtypes.autocast": "asks autocast what it casts",
     "autopar.capture.carried": _TRACES,
     "autopar.capture.composite": _TRACES,
     "autopar.capture.decompose": _TRACES,

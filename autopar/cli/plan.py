@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,7 +23,7 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.common.planning_profile import PROFILE
-from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
 from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.errors import ProgramError
@@ -45,9 +46,6 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
-
-if TYPE_CHECKING:
-    from autopar.planning.local_rounds import Rounds
 
 
 @click.command("plan")
@@ -254,11 +252,9 @@ def command(
         options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
-    if options.searches_stages:
-        _pipeline(spec, mesh, options, output, as_json)
-        return
-    if options.is_pipeline:
-        show_given(spec, mesh, options, output, as_json)
+    if options.searches_stages or options.is_pipeline:
+        show = _pipeline if options.searches_stages else show_given
+        show(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -268,9 +264,7 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        inside = Plan.of(best, spec)
-        plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
-        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
+        plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
         explanation = explained(
             graph, best, best.limit, options.table, prices, peak=best.predicted.peak_bytes
         )
@@ -278,30 +272,29 @@ def command(
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        _print(best, explanation, headed(graph, options), rounds)
-    _save(plan, output, model)
+        say(headed(graph, options))
+        _print(best, explanation, [] if rounds is None else [rounds.text()])
+    _save(plan, model, output)
 
 
 def _check_folder(output: Path | None) -> None:
-    """Raises ProgramError if the plan's file could not be written."""
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
 
 
-def _save(plan: Plan, output: Path | None, model: str) -> None:
-    """Writes the plan if a file is named, and says what to do next."""
+def _save(plan: Plan, model: str, output: Path | None) -> None:
+    """Writes a plan, if a file is given, and says what to do next."""
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
-    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
-    say(head)
+def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
+    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *([] if rounds is None else [rounds.text()])]))
+    say("\n".join([_solver_line(best), *further]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

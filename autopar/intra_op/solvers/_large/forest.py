@@ -48,10 +48,11 @@ def forest(s: Local) -> Forest:
     """Returns working space for forests of a problem."""
     sizes = np.diff(s.graph.start)
     n, widest = len(sizes), int(sizes.max(initial=1))
-    ints = [np.zeros(n + 1, dtype=np.int64) for _ in range(8)]
-    ints[1][:] = -1
+    nodes, place, parent, edge, group, seen, begin, reply = np.zeros((8, n + 1), dtype=np.int64)
+    place[:] = -1
     values, answers = np.zeros(len(s.cost)), np.zeros(n * widest, dtype=np.int64)
-    return Forest(*ints[:7], values, ints[7], answers, np.zeros(n, dtype=np.int64))
+    taken = np.zeros(n, dtype=np.int64)
+    return Forest(nodes, place, parent, edge, group, seen, begin, values, reply, answers, taken)
 
 
 @inner

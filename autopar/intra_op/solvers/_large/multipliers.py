@@ -68,7 +68,8 @@ class Multipliers:
         flat, lengths = self.flat, np.diff(self.flat.held)
         owner = np.repeat(flat.start[flat.span[:, 0]] - flat.held[:-1], lengths)
         owner += np.arange(len(owner))
-        return np.bincount(owner, np.repeat(rates, lengths) * flat.nbytes, len(flat.cost))
+        priced = np.repeat(rates, lengths) * flat.nbytes
+        return np.bincount(owner, priced, len(flat.cost)).astype(np.float64)
 
     def choose(self) -> Ints:
         """Returns a cheap choice at the present prices; it need not fit."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.model import Gemm, NodeWork, Work
-from autopar.intra_op.local_work import Local
+from autopar.intra_op.work.local_work import Local
 from autopar.ir.executed.execution import WHOLE
 
 # Bytes moved for a cast of one element of 16 bits, by format.
