@@ -69,7 +69,7 @@ PRIVATE_TORCH = {
     "autopar.operators.assume": _TRACES,
     "autopar.operators.interpret": _TRACES,
     "autopar.runtime.recompute": "sees the operators that a block runs",
-    "autopar.capture.flex": "traces with torch's modes switched off",
+    "autopar.capture.stand_ins.flex": "traces with torch's modes switched off",
     "autopar.runtime.torch_private": "the corners that the runtime needs",
 }
 CYCLES: dict[frozenset[str], str] = {}

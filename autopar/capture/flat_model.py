@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.dtypes.full_losses import losses_in_float32
-from autopar.capture.flex import flex_traced
+from autopar.capture.stand_ins.flex import flex_traced
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.watch import State, Watch, changed
 from autopar.errors import CaptureError

@@ -272,8 +272,7 @@ def command(
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        say(headed(graph, options))
-        _print(best, explanation, [] if rounds is None else [rounds.text()])
+        _print(best, explanation, headed(graph, options), rounds)
     _save(plan, model, output)
 
 

@@ -120,11 +120,9 @@ class PlanKeywords(AverageKeywords, total=False):
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
             its own part, as from a DistributedSampler; "local over data" if ranks that differ along
             other axes pass the same part. See `Session.data_rank`.
-        expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
-            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
-        execution: how the system runs the kernels, for prices and memory: "compiled=blocks merged
-            loss=steps host=compiled optimizer=28"; see `autopar/ir/executed/execution.py`. By
-            default every operator is a kernel.
+        expert_load: the assumed frequency of each expert: "equal", "zipf 0.8", or their shares.
+        execution: how kernels are run, for prices: "compiled=blocks merged host=compiled"; see
+            `autopar/ir/executed/execution.py`. By default every operator is one.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
@@ -200,7 +198,6 @@ class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
 _CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
 _PATH = Or((Text(4096), Of((Path,), "a path")))
 _WORD = Text(1000)
-# Types of all arguments; texts are parsed where they are used.
 _CHECKS: dict[str, Check] = {
     "model": Of((nn.Module,), "a torch.nn.Module"),
     "loss_fn": Or((NOTHING, _CALLED)),

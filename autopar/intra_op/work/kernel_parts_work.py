@@ -49,6 +49,8 @@ def _fused(local: Local) -> NodeWork:
         else:
             sums = [local.gradient(node.type.numel, 3.0 * given)] * more
         return NodeWork((), tuple(sums) if node.requires_grad else ())
+    if node.alias is not None:
+        return NodeWork()
     reads = [local.operands[at].nbytes for at in part.reads]
     written = local.written if part.readers else 0
     moved = float(sum(reads) + written + local.extra)
