@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,6 +45,9 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.planning.local_rounds import Rounds
 
 
 @click.command("plan")
@@ -289,11 +291,12 @@ def _save(plan: Plan, model: str, output: Path | None) -> None:
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
-    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
+    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
+    say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *further]))
+    say("\n".join([_solver_line(best), *([] if rounds is None else [rounds.text()])]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
