@@ -146,3 +146,10 @@ def test_examples_of_the_help_are_commands() -> None:
         command = main.get_command(click.Context(main), words[0])
         assert command is not None, (name, words)
         command.make_context(words[0], list(words[1:]))
+
+
+def test_planning_is_imported_without_torch() -> None:
+    code = "import sys, autopar.cli.plan\nfrom autopar.operators.forms import forms\n"
+    code += "from autopar.intra_op.rule_table import table\ntable(), forms()\n"
+    done = run(code + "assert not {'torch', 'transformers', 'sympy'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr

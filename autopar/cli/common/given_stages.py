@@ -15,10 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
-from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.plan_model import plan_captured
-from autopar.zoo import load
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -58,6 +55,10 @@ def show_given(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
     """Plans the stages that the options ask for, and prints and writes the plan."""
+    from autopar.planning.capturing import Call, capture_call
+    from autopar.planning.plan_model import plan_captured
+    from autopar.zoo import load
+
     with stages(quiet=as_json) as stage:
         trace = Stages(None if options.trace is None else Path(options.trace), stage)
         module, inputs = load(spec.source, batch=spec.batch, seq=spec.seq, layers=spec.layers)

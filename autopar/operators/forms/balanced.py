@@ -6,13 +6,9 @@ What a mask hides is known only in training. So prices take the whole square, an
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.graph import Ref
-from autopar.operators.attention.balanced_attention import balanced_attention
-from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -27,7 +23,11 @@ from autopar.operators.attention.sequence_forms import (
 )
 from autopar.operators.device_work import NodeWork
 from autopar.operators.form import Calls, Form, Part
-from autopar.operators.peer_devices import Axes, Devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.operators.peer_devices import Axes, Devices
 
 
 def _run(
@@ -42,6 +42,9 @@ def _run(
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split, each device with equally much to see."""
+    from autopar.operators.attention.balanced_attention import balanced_attention
+    from autopar.operators.attention.partial_attention import Attention
+
     tensors = query, key, value
     return balanced_attention(tensors, mask, Attention.of(**how), mesh.group(axis), size)
 
