@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+numba: Any
 try:
     import numba
 except ImportError:  # the loops are Python

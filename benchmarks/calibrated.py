@@ -42,8 +42,8 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import optimizer_work
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import capture_graph

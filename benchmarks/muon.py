@@ -120,7 +120,8 @@ def _run(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
     )
-    wanted, rows = reference(), []
+    wanted = reference()
+    rows: list[dict[str, Any]] = []
     for plan in PLANS:
         for optimizer in OPTIMIZERS:
             row = measured(plan, optimizer)

@@ -45,7 +45,7 @@ METHODS = {
     "co2, clip 0.01": "co2 over data, tau={}, clip=0.01",
     "diloco": "diloco over data, tau={}",
 }
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 RATES = {("digits", "sgd"): 0.1, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.1,
          ("text", "adamw"): 3e-3}  # fmt: skip
 Case = tuple[str, int, str]  # method, tau, text of the outer method
@@ -146,7 +146,8 @@ def losses_of(
         for at, case in enumerate(cases)
         if case[2]
     }
-    block, found = torch.zeros(len(cases), seeds, dtype=torch.float64), []
+    block = torch.zeros(len(cases), seeds, dtype=torch.float64)
+    found: list[dict[str, Any]] = []
     for step, (x, y) in enumerate(parts_of(data, seeds, steps), start=1):
         x, y = (v[None].expand(len(cases), *v.shape).flatten(0, 2) for v in (x, y))
         losses = model(x, y)
@@ -207,7 +208,7 @@ def run_confirmation(rank: int, folder: str, steps: int, cases: Sequence[Case]) 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for data in DATA:
         for optimizer in OPTIMIZERS:
             blocks = losses_of(data, optimizer, cases, 1, steps) if rank == 0 else []

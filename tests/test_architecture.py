@@ -59,7 +59,7 @@ SAME_NAMES = {
 }
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
-    "autopar.capture.autocast": "asks autocast what it casts",
+    "autopar.capture.dtypes.autocast": "asks autocast what it casts",
     "autopar.capture.carried": _TRACES,
     "autopar.capture.composite": _TRACES,
     "autopar.capture.decompose": _TRACES,
@@ -69,7 +69,7 @@ PRIVATE_TORCH = {
     "autopar.operators.assume": _TRACES,
     "autopar.operators.interpret": _TRACES,
     "autopar.runtime.recompute": "sees the operators that a block runs",
-    "autopar.capture.flex": "traces with torch's modes switched off",
+    "autopar.capture.stand_ins.flex": "traces with torch's modes switched off",
     "autopar.runtime.torch_private": "the corners that the runtime needs",
 }
 CYCLES: dict[frozenset[str], str] = {}

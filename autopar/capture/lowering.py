@@ -24,8 +24,8 @@ from torch._ops import OpOverload
 from autopar.capture import composite
 from autopar.capture import in_place as writes
 from autopar.capture.advice import unsupported
-from autopar.capture.autocast import Autocast
 from autopar.capture.carried import call_of, is_carried
+from autopar.capture.dtypes.autocast import Autocast
 from autopar.capture.node_writer import Call, Draft
 from autopar.capture.traced import dtype_of, source_of, tensors_of
 from autopar.capture.watch import taken_out

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.autocast_gradients import GradientsInAutocast
+from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
 from autopar.capture.selected import apply, selects
 from autopar.capture.traced import BY_MASK
 from autopar.errors import CaptureError

@@ -1,11 +1,13 @@
 """The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
-solve | calibrate | devices | doctor`, one command per file.
+solve | calibrate | devices | doctor | prepare`, one command per file.
 
 Only this package prints. A command's module is imported when the command is used, so that
 `autopar --help` needs neither torch nor a solver.
 """
 
 from __future__ import annotations
+
+import gc
 
 import click
 
@@ -30,4 +32,7 @@ def main() -> None:
     autopar calibrate --mesh "cpu: data=2, tensor=2"
     autopar devices
     autopar doctor /tmp/autopar-1f2e3d
+    autopar prepare
     """
+    # A plan has millions of small values without cycles, which need not be looked through so often.
+    gc.set_threshold(100_000, 50, 100)

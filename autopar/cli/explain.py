@@ -173,6 +173,7 @@ def explained(
     known: dict[str, OpRule] | None = None,
     price: CostModel | None = None,
     repeated: Repeated | None = None,
+    peak: float | None = None,
 ) -> Explanation:
     """Explains a plan whose layouts have been checked.
 
@@ -185,6 +186,7 @@ def explained(
         repeated: for a stage of a pipeline, how often it runs in a step. The explanation is then
             that of one microbatch: work that is done once in a step overlaps with the last
             backward only, and activations of other microbatches are in memory.
+        peak: bytes of its simulated step, if they are known.
 
     Returns:
         The explanation: seconds and bytes by cause, operator and parameter.
@@ -226,8 +228,9 @@ def explained(
     program = lower(graph.trained, chosen, price.collective)
     beside_linears = linears(program, graph, chosen, rules, price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
-    peak = None
-    if is_trained(graph):
+    if not is_trained(graph):
+        peak = None
+    elif peak is None:
         peak = simulated_peak(graph, chosen, rules, price, repeated)
     return explain(
         graph,

@@ -7,6 +7,7 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopar.cost.uncertainty import step_error
 from autopar.inter_op.stage_values import Pipeline, Stage
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -37,7 +38,7 @@ def render(searched: Searched, plan: Plan) -> list[RenderableType]:
         stages.add_row(numbers, devices, layers, *figures)
     head = (
         f"{best.schedule}, {best.microbatches} microbatches, {len(best.stages)} stages: "
-        f"{format_seconds(plan.predicted.step_seconds)} a step (simulated), "
+        f"{format_seconds(plan.predicted.step_seconds)} a step{step_range(plan)} (simulated), "
         f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}\n"
         f"batch: {plan.model.batch} samples{_sequence(plan)}; "
         f"optimizer: {plan.stages[0].update.optimizer}; "
@@ -58,6 +59,13 @@ def render(searched: Searched, plan: Plan) -> list[RenderableType]:
     )
     tail = f"{searched.closed_form.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
+
+
+def step_range(plan: Plan) -> str:
+    """Returns by how much the seconds of a pipeline's step may be off; nothing if unknown."""
+    seconds = plan.predicted.step_seconds
+    error = step_error(plan.mesh, seconds, plan.stages[0].calibration)
+    return f" ± {format_seconds(error)}" if error else ""
 
 
 def _sequence(plan: Plan) -> str:

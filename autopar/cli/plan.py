@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,7 +22,7 @@ from autopar.cli.common.model_options import (
 )
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.common.planning_profile import PROFILE
-from autopar.cli.common.replicas import fastest, method, replica, rounds_json, rounds_priced
+from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
 from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.errors import ProgramError
@@ -46,6 +45,9 @@ from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from autopar.planning.local_rounds import Rounds
 
 
 @click.command("plan")
@@ -244,8 +246,7 @@ def command(
         fuse=choose((*fused, *also)),
         **{name: value for name, value in given.items() if value is not None},
     )
-    if output is not None and not output.parent.is_dir():
-        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+    _check_folder(output)
     if way is None and LOCAL_UPDATES in allowed(options.allow):
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
@@ -253,11 +254,9 @@ def command(
         options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
     prices = cost_model(mesh, options)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
-    if options.searches_stages:
-        _pipeline(spec, mesh, options, output, as_json)
-        return
-    if options.is_pipeline:
-        show_given(spec, mesh, options, output, as_json)
+    if options.searches_stages or options.is_pipeline:
+        show = _pipeline if options.searches_stages else show_given
+        show(spec, mesh, options, output, as_json)
         return
     if as_frontier:
         _frontier(spec, mesh, options, as_json)
@@ -267,27 +266,37 @@ def command(
         graph = capture_model(spec, options, tracer)
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
-        inside = Plan.of(best, spec)
-        plan = inside if way is None else inside.under(way, devices, method(way).CHANGES)
-        rounds = None if way is None else rounds_priced(graph, inside, way, devices)
-        explanation = explained(graph, best, best.limit, options.table, prices)
+        plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
+        explanation = explained(
+            graph, best, best.limit, options.table, prices, peak=best.predicted.peak_bytes
+        )
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
-        say(headed(graph, options))
-        _print(best, explanation, [] if rounds is None else [rounds.text()])
+        _print(best, explanation, headed(graph, options), rounds)
+    _save(plan, model, output)
+
+
+def _check_folder(output: Path | None) -> None:
+    if output is not None and not output.parent.is_dir():
+        raise ProgramError(f"there is no folder {output.parent}", todo="create it, or correct -o")
+
+
+def _save(plan: Plan, model: str, output: Path | None) -> None:
+    """Writes a plan, if a file is given, and says what to do next."""
     if output is not None:
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _print(best: StagePlan, explanation: Explanation, further: Sequence[str]) -> None:
-    """Prints the summary of a plan, its parameters, what the solver did, and further texts."""
+def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
+    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
+    say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *further]))
+    say("\n".join([_solver_line(best), *([] if rounds is None else [rounds.text()])]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)

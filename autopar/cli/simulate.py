@@ -16,9 +16,9 @@ from autopar.cost.device import Device, device
 from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, NodeWork
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes

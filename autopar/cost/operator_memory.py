@@ -141,7 +141,7 @@ def recipe(
         float(layout.local_bytes(tensor, mesh))
         for tensor, layout in zip(node.types, out, strict=True)
     )
-    if _inside(node):
+    if _inside(node) and node.alias is None:
         given = (0.0,) * len(given)
     taken = tuple(
         float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
@@ -248,7 +248,8 @@ def _backward_scratch(
     if not node.requires_grad or node.part.fused:
         return 0.0
     if node.op == "aten.cross_entropy_loss":
-        return operands[0]  # gradient of the log-softmax, before that of the logits
+        # Gradient of the log-softmax, before that of the logits; step by step its product as well.
+        return operands[0] * (2 if node.part.loss == "steps" else 1)
     steps = _BACKWARD_STEPS.get(node.op, 0)
     if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
         steps += any(0 < size < result for size in gradients)  # before it is summed
@@ -270,7 +271,7 @@ def _gradient(node: Node, place: int, operand: Node, size: float, result: float)
 
 def _inside(node: Node) -> bool:
     """Returns whether a value lives inside a kernel only, and takes no memory."""
-    return node.part.fused and not node.part.readers and node.alias is None and node.op != _SHARE
+    return node.part.fused and not node.part.readers and node.op != _SHARE
 
 
 def _like(

@@ -6,8 +6,9 @@ their errors do not cancel. An error is a median: half of what was held out was 
 
 from __future__ import annotations
 
-from autopar.cost.device import Device, devices
+from autopar.cost.device import Device, device, devices
 from autopar.cost.kernel_tables import Row
+from autopar.ir.mesh import Mesh
 
 # Of what was never measured, and how much larger one is that another device was measured for: both
 # are estimates.
@@ -28,6 +29,11 @@ def relative_error(device: Device, table: str) -> float:
         return row.error
     (source,) = (entry for entry in devices() if entry.name == row.measured)
     return min(TAKEN_OVER * relative_error(source, table), UNMEASURED)
+
+
+def step_error(mesh: Mesh, seconds: float, calibration: str = "") -> float:
+    """Returns by how many seconds a whole step may be off; 0 if a calibration priced it."""
+    return 0.0 if calibration else seconds * relative_error(device(mesh), "products")
 
 
 def error_seconds(device: Device, computed: float, sent: float) -> float:

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cost.overlap import hidden, products
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import Option, operand_types
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Edge, Matrix
 from autopar.intra_op.rule import OpRule, resolve
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.collective import Step, moves
 from autopar.ir.fusion.async_tensor_parallel import LINEAR, Beside, runs_beside
 from autopar.ir.graph import Node

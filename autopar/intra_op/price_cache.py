@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable
 
 from autopar.cost.model import Checked, CostModel
 from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.memory.allocations import Around, Rows, amounts, around
 from autopar.intra_op.node_choices import (
     Lies,
@@ -23,6 +22,7 @@ from autopar.intra_op.node_choices import (
 )
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision

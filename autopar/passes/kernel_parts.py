@@ -81,7 +81,8 @@ class _Kernels:
                 found[node.name] = self._shared(node)
             elif _is_view(node):
                 near = {self.kernel.get(name) for name in (*sources, *self._read_by(node))}
-                found[node.name] = Part(fused=near != {None})
+                inside = sources[0] in self.kernel and not found[sources[0]].readers
+                found[node.name] = Part(fused=near != {None}, readers=int(not inside))
             elif own is not None:
                 reads = []
                 for place, source in enumerate(sources):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
-from autopar.passes.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.bags import lower_bags
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.losses import lower_means
+from autopar.passes.masks.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats

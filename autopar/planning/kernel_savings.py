@@ -9,9 +9,9 @@ from dataclasses import replace
 from autopar.cost.device import device
 from autopar.cost.model import CostModel, NodeWork, Work
 from autopar.cost.overlap import hidden, products
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, resolve
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.fusion import ASYNC, EXPERTS, PACK, UPDATE
 from autopar.ir.fusion.packed import COPIES, packing, reader
 from autopar.ir.graph import PREFIX, Graph, Node

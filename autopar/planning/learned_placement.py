@@ -110,7 +110,7 @@ def _learn(problem: PlacementProblem, steps: int) -> Learned:
         baseline = mean if baseline is None else KEPT * baseline + (1 - KEPT) * mean
         loss = -((reward - baseline) * chances).mean()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(policy.parameters(), CLIP)
         optimizer.step()
         means.append(sum(seconds) / len(seconds))

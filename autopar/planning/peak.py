@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained

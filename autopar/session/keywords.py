@@ -29,7 +29,6 @@ from autopar.files.checked_values import (
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
-from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.executed.execution import Execution
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
@@ -45,6 +44,7 @@ from autopar.runtime.update.groups import GroupsLike, options_of
 from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, fusable
 from autopar.runtime.update.update import Training
+from autopar.session.beside_plan import batches_of, collectives_of, precision_of
 from autopar.session.compiled import Running
 
 
@@ -120,11 +120,9 @@ class PlanKeywords(AverageKeywords, total=False):
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
             its own part, as from a DistributedSampler; "local over data" if ranks that differ along
             other axes pass the same part. See `Session.data_rank`.
-        expert_load: the assumed frequency of each expert of a mixture, for prices: "equal",
-            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
-        execution: how the system runs the kernels, for prices and memory: "compiled=blocks merged
-            loss=steps host=compiled optimizer=28"; see `autopar/ir/executed/execution.py`. By
-            default every operator is a kernel.
+        expert_load: the assumed frequency of each expert: "equal", "zipf 0.8", or their shares.
+        execution: how kernels are run, for prices: "compiled=blocks merged host=compiled"; see
+            `autopar/ir/executed/execution.py`. By default every operator is one.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
@@ -200,7 +198,6 @@ class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
 _CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
 _PATH = Or((Text(4096), Of((Path,), "a path")))
 _WORD = Text(1000)
-# Types of all arguments; texts are parsed where they are used.
 _CHECKS: dict[str, Check] = {
     "model": Of((nn.Module,), "a torch.nn.Module"),
     "loss_fn": Or((NOTHING, _CALLED)),
@@ -300,7 +297,7 @@ def planning_options(
     options = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(options["fuse"])) if plan is None else plan.fuse
     rules = options["rules"]
-    precision = _precision(plan, options["precision"], options["gradients"])
+    precision = precision_of(plan, options["precision"], options["gradients"])
     trained, outer = training(model, optimizer, given), outer_of(given, plan)
     update = observed(optimizer, trained.options, trained.ema is not None)
     same = (
@@ -314,9 +311,9 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=options["offload"] or "none",
-        batches=_batches(plan, options["batches"]),
+        batches=batches_of(plan, options["batches"]),
         execution=Execution.read(options["execution"]),
-        collectives=_collectives(plan, options["collectives"]),
+        collectives=collectives_of(plan, options["collectives"]),
         update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
     )
 
@@ -356,48 +353,3 @@ def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None
         why=f"outer={str(wanted)!r} is passed",
         todo="omit outer, or plan again",
     )
-
-
-def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
-    """Returns the algorithms of the plan, "auto", or the requested rows."""
-    if plan is None:
-        return wanted if isinstance(wanted, str) else ChosenAlgorithms.parse(wanted or ())
-    planned = plan.stages[0].collectives
-    if wanted is not None and (
-        isinstance(wanted, str) or ChosenAlgorithms.parse(wanted) != planned
-    ):
-        raise PlanMismatchError(
-            "the plan already states the algorithms of its collectives",
-            why=f"collectives={wanted!r} is passed, and the plan has {len(planned.rows)} rows",
-            todo="omit collectives, or plan again",
-        )
-    return planned
-
-
-def _batches(plan: Plan | None, wanted: str) -> str:
-    """Returns the kind of batches of the plan, or without a plan the requested one."""
-    if plan is None:
-        return wanted
-    recorded = plan.stages[0].asked.batches
-    if wanted not in (GLOBAL, recorded):
-        raise PlanMismatchError(
-            f"the plan is for {recorded} batches",
-            why=f"batches={wanted!r} is requested",
-            todo="omit batches, or plan again",
-        )
-    return recorded
-
-
-def _precision(
-    plan: Plan | None, wanted: str | Precision | None, gradients: str | None
-) -> Precision:
-    """Returns the plan's precision, or without a plan the requested one."""
-    base = Precision.read(wanted) if plan is None or wanted is not None else plan.precision
-    asked = base if gradients is None else replace(base, gradients=gradients)
-    if plan is not None and asked != plan.precision:
-        raise PlanMismatchError(
-            f"the plan's precision is {str(plan.precision) or 'that of the model'}",
-            why=f"{str(asked) or 'that of the model'} is requested",
-            todo="omit precision and gradients, or plan again",
-        )
-    return asked

@@ -28,7 +28,7 @@ import torch
 
 from autopar import pins
 from autopar.cost.model import AnalyticModel, NodeWork
-from autopar.intra_op.kernel_work import base
+from autopar.intra_op.work.kernel_work import base
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from benchmarks.published.models import GPT, Sizes

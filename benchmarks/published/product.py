@@ -88,7 +88,7 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     with torch.device("meta"):
         model = Llama(sizes)
         turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads // 2, dtype=torch.complex64)
-    words = []
+    words = ["loss=steps"] if run.tp > 1 else []  # torch.distributed.tensor.parallel's
     if run.compiled:
         words.append("compiled=blocks")
     if run.float8:

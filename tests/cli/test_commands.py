@@ -174,13 +174,13 @@ def test_json_pins_and_traces(config: str, tmp_path: Path) -> None:
 
 
 def test_a_zoo_name_is_planned_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    made, load = [], zoo.load
 
     def spy(text: str, **flags: int | None) -> tuple[nn.Module, dict[str, Tensor]]:
-        made.append(zoo.load(text, **flags))
+        made.append(load(text, **flags))
         return made[-1]
 
-    monkeypatch.setattr("autopar.cli.common.model_options.load", spy)
+    monkeypatch.setattr("autopar.zoo.loading.load", spy)
     arguments = ("bert-base", "--mesh", "A100-80: gpu=4", "--layers", 1, "--seq", 128)
     found = json.loads(run("plan", *arguments, "--json").stdout)
     assert found["model"] == {"source": "bert-base", "layers": 1, "seq": 128}
@@ -245,7 +245,7 @@ def test_help_shows_an_example_of_every_command() -> None:
         ({"--memory": "lots"}, "cannot read the quantity 'lots'"),
         ({"--pin": "model.norm.weight"}, "cannot read the pin"),
         ({"--pin": "model.nothing=[64]"}, "name nothing"),
-        ({"--seq": "1000"}, "a sequence of 1000 tokens"),
+        ({"MODEL": "gpt2", "--seq": "2000"}, "a sequence of 2000 tokens"),
         ({"-o": "missing/plan.toml"}, "there is no folder"),
     ],
 )

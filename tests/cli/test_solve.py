@@ -70,7 +70,7 @@ def test_what_is_printed_and_written(instance: Path, tmp_path: Path) -> None:
     written = tmp_path / "solution.json"
     shown = run(instance, "-o", written).stdout
     values = dict(line.split(maxsplit=1) for line in shown.splitlines())
-    assert set(values) == {"cost", "bound", "gap", "peak", "seconds"}
+    assert set(values) == {"cost", "bound", "gap", "peak", "seconds", "ended"}
     assert float(values["cost"]) == least(instance)
     assert values["gap"] == "0 (optimal)"
     choice = json.loads(written.read_text())["solution"]

@@ -19,9 +19,9 @@ from autopar.capture.capture import Captured
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PinError
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.problem import FORBIDDEN, Problem
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, fsdp

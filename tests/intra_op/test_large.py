@@ -9,7 +9,8 @@ import pytest
 
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
-from autopar.intra_op.solvers import ilp, solve
+from autopar.intra_op.solvers import solve
+from autopar.intra_op.solvers._large import search_large
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import swap_all, usage
@@ -76,8 +77,7 @@ def test_the_search_on_large_problems_comes_near_the_optimum(
     solver: str, solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the border set to nothing, small problems take the path of large ones."""
-    for module in ("ilp", "auto"):
-        monkeypatch.setattr(f"autopar.intra_op.solvers.{module}.LARGE", 0)
+    monkeypatch.setattr(search_large, "LARGE", 0)
     for problem, best in solved[:2]:
         found = solve(problem, solver, time_limit=0.7, seed=3)
         assert evaluate(problem, found).feasible
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_choice(
     solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work ends the search here, since the clock stands still."""
-    monkeypatch.setattr(ilp, "LARGE", 0)
+    monkeypatch.setattr(search_large, "LARGE", 0)
     monkeypatch.setattr("autopar.intra_op.solvers._search.time.perf_counter", lambda: 0.0)
     problem, _ = solved[0]
     found = [solve(problem, "ilp", time_limit=0.5, seed=1) for _ in range(2)]

@@ -19,12 +19,12 @@ from autopar.cost.model import AnalyticModel, Work
 from autopar.cost.overlap import TAKE_TURNS, side_by_side
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import Built, build, layouts
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.node_choices import Option
 from autopar.intra_op.overlap_objective import solve_side_by_side
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.collective import Collective
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh

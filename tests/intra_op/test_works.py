@@ -19,10 +19,10 @@ from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
 from autopar.cost.operator_memory import recipe
 from autopar.cost.work import adamw_work, optimizer_work
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.kernel_work import fused, works
 from autopar.intra_op.pins.wordings import spell_out
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.work.kernel_work import fused, works
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh

@@ -9,9 +9,9 @@ import torch
 
 import autopar
 from autopar.errors import OptionError
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import node_options, operand_types
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.mesh import Mesh
 from autopar.operators.dispatch import arrivals
 from autopar.operators.exchange import exchanged

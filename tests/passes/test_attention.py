@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph_text import parse_graph
-from autopar.passes.attention_masks import causal_masks, group_heads, simplify_masks
+from autopar.passes.masks.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.simplify import drop_identities
 from autopar.passes.verify import verify
 from tests.support.graphs import assert_equal_runs, captured_double, checked, ops

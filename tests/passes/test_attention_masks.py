@@ -10,7 +10,7 @@ import torch
 
 from autopar.capture.capture import capture
 from autopar.ir.graph_text import parse_graph
-from autopar.passes.attention_masks import causal_masks
+from autopar.passes.masks.attention_masks import causal_masks
 from autopar.passes.normalise import prepare
 from tests.support import models
 

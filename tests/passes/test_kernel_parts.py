@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.cost.model import NodeWork
 from autopar.errors import OptionError
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.executed.execution import Execution
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
-from autopar.intra_op.kernel_work import works
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.graph import PREFIX, Graph
 from autopar.ir.mesh import Mesh

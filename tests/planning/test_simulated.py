@@ -7,8 +7,8 @@ import pytest
 from autopar.cost.model import AnalyticModel
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import Call, capture_call, capture_graph
 from autopar.planning.options import Options

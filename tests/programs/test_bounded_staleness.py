@@ -106,11 +106,8 @@ def by_names(axes: dict[str, int], names: tuple[str, ...]) -> float:
     for action in continuous._row:
         row.append(action)
         if names and action.kind in (SYNC_BEGIN, SYNC_AWAIT):
-            others = tuple(f"layers.0.{name}" for name in ("weight", "bias") if name not in names)
-            row[-1:] = [
-                action._replace(names=tuple(f"layers.0.{name}" for name in names)),
-                action._replace(names=others),
-            ]
+            # The others follow by themselves.
+            row[-1:] = [action._replace(names=tuple(f"layers.0.{n}" for n in names)), action]
     continuous._row = tuple(row)
     check(Step(unrolled([row], 4, 5), ((0,),), 20, Wiring((), ((),), (tuple(axes),))))
     for batch in batches:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.errors import OptionError
+from autopar.errors import OptionError, ProgramError
 from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.outer import survivors
 from tests.programs.test_outer import OPTIMIZERS, loss, model
@@ -43,6 +43,7 @@ def run(rank: int, folder: str, outer: str, mesh: str, victim: int, how: dict[st
         model(), mesh, example_inputs=batch(0, replicas), loss_fn=loss, outer=outer,
         on_loss="continue", optimizer=OPTIMIZERS["sgd"], **how,
     )  # fmt: skip
+    session.eval_step(**batch(0, replicas))  # after a loss nothing is compiled any more
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
@@ -50,6 +51,8 @@ def run(rank: int, folder: str, outer: str, mesh: str, victim: int, how: dict[st
                 os.kill(os.getpid(), signal.SIGKILL)
             session.step(**batch(step, replicas))
     text = "; ".join(str(one.message) for one in caught)
+    with pytest.raises(ProgramError, match="needs all ranks"):
+        session.save_checkpoint(Path(folder, "checkpoint"))
     own = session._executor.program.state_dict()  # type: ignore[union-attr]
     evaluated = session.eval_step(**batch(0, replicas)).loss
     torch.save((own, session.state_dict(), text, evaluated), Path(folder, f"{rank}.pt"))

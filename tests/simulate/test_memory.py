@@ -13,8 +13,8 @@ import torch
 import autopar
 from autopar.capture.capture import Captured
 from autopar.cost.model import AnalyticModel
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.fusion import ASYNC
 from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision

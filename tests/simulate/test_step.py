@@ -17,8 +17,8 @@ from autopar.cost.model import AnalyticModel, NodeWork
 from autopar.errors import SimulationError
 from autopar.explain import moves
 from autopar.explain.moves import Move
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.update import Update

@@ -21,8 +21,8 @@ from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.cost.network import near
 from autopar.explain.moves import moves
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.fusion import ASYNC, Fuse, choose
 from autopar.ir.fusion.async_tensor_parallel import runs_beside
 from autopar.ir.graph import Node

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import autopar
 from autopar.capture.capture import Captured
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.fusion import EXPERTS as EXPERTS_KERNELS
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.model import AnalyticModel
-from autopar.intra_op.kernel_work import works
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options

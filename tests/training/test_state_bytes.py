@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost.model import AnalyticModel
 from autopar.explain.summary import parameters
-from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
 from autopar.pins import data_parallel
 from autopar.simulate import settings_on, tasks
 from tests.support.ranks import run_ranks

@@ -106,17 +106,17 @@ def print_out(*parts: RenderableType) -> None:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     for part in parts:
-        console.print(_foldable(part))
+        console.print(foldable(part))
 
 
-def _foldable(part: RenderableType) -> RenderableType:
+def foldable(part: RenderableType) -> RenderableType:
     """Lets cells of tables that are too wide go on in another line, instead of ending in dots."""
     if isinstance(part, Table):
         for column in part.columns:
             column.overflow, column.no_wrap = "fold", False
     inner = part.renderables if isinstance(part, rich.console.Group) else ()
     for each in (*inner, *([part.renderable] if isinstance(part, Padding) else ())):
-        _foldable(each)
+        foldable(each)
     return part
 
 

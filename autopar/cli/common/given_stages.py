@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from autopar.cli.common.console import Stages, print_json, print_out, say, stages
+from autopar.cli.pipeline import step_range
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -74,7 +75,7 @@ def _head(plan: Plan) -> str:
     """Returns a line on the whole step."""
     return (
         f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
-        f"{format_seconds(plan.predicted.step_seconds)} a step (simulated), "
+        f"{format_seconds(plan.predicted.step_seconds)} a step{step_range(plan)} (simulated), "
         f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}"
     )
 

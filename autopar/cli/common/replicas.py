@@ -69,11 +69,16 @@ def method(outer: Outer) -> Method:
     return method_of(outer)
 
 
-def rounds_priced(graph: Graph, plan: Plan, outer: Outer, devices: Mesh) -> Rounds:
-    """Prices the rounds of replicas that train apart."""
+def with_rounds(
+    graph: Graph, plan: Plan, outer: Outer | None, devices: Mesh
+) -> tuple[Plan, Rounds | None]:
+    """Returns the plan of one replica as that of all devices, and the price of its rounds."""
+    if outer is None:
+        return plan, None
     from autopar.planning.local_rounds import rounds_of
 
-    return rounds_of((graph,), plan, outer, method(outer), devices)
+    rounds = rounds_of((graph,), plan, outer, method(outer), devices)
+    return plan.under(outer, devices, method(outer).CHANGES), rounds
 
 
 def rounds_json(rounds: Rounds | None) -> dict[str, object]:

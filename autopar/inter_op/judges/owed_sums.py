@@ -31,7 +31,7 @@ class Owed:
         self._names = {name for one in sums for name in one.names} | {_OTHERS}
         self._axes = {axis for one in sums for axis in one.axes} or {_OTHERS}
         self._owed: dict[_Gradient, set[_Sum]] = {}
-        self._begun: dict[Action, list[_Gradient]] = {}
+        self._begun: dict[Action, dict[_Gradient, set[_Sum]]] = {}
 
     def _sums(self, action: Action) -> set[_Sum]:
         """Returns the sums that an action stands for, of its stage's gradients."""
@@ -75,10 +75,13 @@ class Owed:
         if strange:
             return f"the mesh of stage {action.stage} has no axis {min(strange)}"
         fresh = {key: sums for key, sums in own.items() if sums}
-        if any(not wanted <= sums for sums in fresh.values()):
-            return f"gradients of stage {action.stage} would be added up twice"
+        for key, sums in fresh.items():
+            # What has begun is no longer there, until it is awaited.
+            away = [row[key] for row in self._begun.values() if key in row]
+            if wanted - sums - set().union(*away):
+                return f"gradients of stage {action.stage} would be added up twice"
+        if action.kind == SYNC_BEGIN:
+            self._begun[action] = {key: sums & wanted for key, sums in fresh.items()}
         for sums in fresh.values():
             sums -= wanted
-        if action.kind == SYNC_BEGIN:
-            self._begun[action] = list(fresh)
         return ""

@@ -9,7 +9,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.solvers._integer.closing import close
-from autopar.intra_op.solvers._large.search_large import LARGE, large, too_wide
+from autopar.intra_op.solvers._large.search_large import is_large, large
 from autopar.intra_op.solvers._search import Search, Watch, relax
 from autopar.intra_op.solvers.ilp import explained
 
@@ -48,11 +48,12 @@ def solve(
         search = Search(problem, time_limit, gap, progress, watch, seed, work)
         if start is not None:
             search.begin(np.array(start, dtype=np.int64))
-        relaxation = None if search.core.nodes > LARGE else relax(search)
-        if relaxation is None or too_wide(search, relaxation):
+        if is_large(search):
             large(search)
-        elif not search.done:
-            close(search, relaxation, lambda: _shaken(search))
+        else:
+            relaxation = relax(search)
+            if not search.done:
+                close(search, relaxation, lambda: _shaken(search))
     except InfeasibleError as error:
         raise explained(problem, error) from error
     return search.solution("auto")

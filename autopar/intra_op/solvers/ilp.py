@@ -17,7 +17,7 @@ from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.reduce import flatten, too_little_memory
 from autopar.intra_op.solvers._integer.closing import close
 from autopar.intra_op.solvers._integer.integer_program import peak_program, solve_program
-from autopar.intra_op.solvers._large.search_large import LARGE, large, too_wide
+from autopar.intra_op.solvers._large.search_large import is_large, large
 from autopar.intra_op.solvers._search import Search, Watch, relax
 
 MOST_PAIRS = 50_000  # largest problem whose least peak is computed
@@ -57,11 +57,12 @@ def solve(
         search = Search(problem, time_limit, gap, progress, watch, seed, work)
         if start is not None:
             search.begin(np.array(start, dtype=np.int64))
-        relaxation = None if search.core.nodes > LARGE else relax(search)
-        if relaxation is None or too_wide(search, relaxation):
+        if is_large(search):
             large(search)
-        elif not search.done:
-            close(search, relaxation)
+        else:
+            relaxation = relax(search)
+            if not search.done:
+                close(search, relaxation)
     except InfeasibleError as error:
         raise explained(problem, error) from error
     return search.solution("ilp")

@@ -83,3 +83,20 @@ class Layered:
 def runs(kinds: Sequence[Hashable]) -> Signature:
     """Groups neighbouring equal kinds: [a, a, b] -> ((a, 2), (b, 1))."""
     return tuple((kind, len(list(same))) for kind, same in groupby(kinds))
+
+
+def unlike(recompute: str, kinds: Sequence[Hashable], signature: Signature, part: Graph) -> bool:
+    """Returns whether a stage would not recompute what the user asks for.
+
+    A program reruns runs of equal blocks. A stage with a single block has none, so that it would
+    save time that longer stages do not.
+
+    Args:
+        recompute: as the user asked, "auto" or "none" for nothing in particular.
+        kinds: of all layers of the model.
+        signature: kinds and numbers of the stage's layers.
+        part: the stage's graph.
+    """
+    if recompute in ("auto", "none") or part.repeats:
+        return False
+    return any(kinds.count(kind) > 1 for kind, _ in signature)

@@ -21,7 +21,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate, steady
-from autopar.intra_op.kernel_work import works
+from autopar.intra_op.work.kernel_work import works
 from autopar.ir.collective import Collective
 from autopar.ir.crossing import Side, crossing
 from autopar.ir.graph import Graph

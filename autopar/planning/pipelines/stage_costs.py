@@ -2,13 +2,11 @@
 
 The intra-op solver plans a range as a graph of its own, with two of a run of equal blocks: a folded
 problem is linear in their number, so longer ranges are priced by scaling it, in milliseconds.
-
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
 in flight, a plan needs parameters, gradients, optimizer state and f times its saved activations.
-The problem is solved for one microbatch in flight, for the most that fit, and for numbers between
-if these two differ (powers of two, and the numbers that schedules keep), which gives the frontier.
-If not all of them fit, blocks may recompute their activations: all blocks, or as many as necessary.
+The problem is solved for one in flight, for the most that fit, and for numbers between (powers of
+two, and those that schedules keep). If not all fit, all blocks recompute, or as many as necessary.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from autopar.planning.kernel_savings import applicable
 from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
-from autopar.planning.pipelines.layered import Layered, Signature, runs
+from autopar.planning.pipelines.layered import Layered, Signature, runs, unlike
 from autopar.planning.pipelines.repeated import kept_each
 from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem, growing
@@ -150,8 +148,10 @@ class StageCosts:
 
     def on(self, first: int, last: int, mesh: Mesh, microbatches: int) -> list[Candidate]:
         """Returns the candidates on a logical mesh; blocks recompute only if memory requires it."""
-        signature = runs(self.layered(microbatches).kinds[first : last + 1])
-        if (graph := self._part(microbatches, signature)) is None:
+        kinds = self.layered(microbatches).kinds
+        signature = runs(kinds[first : last + 1])
+        graph = self._part(microbatches, signature)
+        if graph is None or unlike(self.options.recompute, kinds, signature, graph):
             return []
         asked = _Asked(graph, signature, mesh, microbatches)
         candidates = [one for share in self._shares(asked) for one in self._within(asked, share)]

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import MeshError, StageError
-from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.node_choices import operand_types, whole_options
 from autopar.intra_op.rule import resolve
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Axis, Mesh

@@ -44,7 +44,7 @@ class Round(NamedTuple):
 
 
 MOST = 100
-ROUNDS = (Round(1, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.1, 1.15), Round(7, 0.5, 1.0))
+ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.1, 1.15), Round(7, 0.5, 1.0))
 QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
 
 

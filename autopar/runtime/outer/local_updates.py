@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import BatchError, ProgramError
+from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.tensor import Layout, TensorType
@@ -260,6 +260,8 @@ class LocalUpdates:
         with self.watch:
             if self._survivors is None:
                 self._intake.meet(f"{call} after step {self.rounds.steps}")
+            elif not call.endswith("state_dict"):
+                self._survivors.refuse(call)
             self.program.meet(call)
             self.rounds.settle()
 
@@ -322,12 +324,8 @@ class LocalUpdates:
         if self._channel is None:
             return value
         value, left = value.contiguous(), self.rounds.count
-        if value.dim() and left < self.replicas:
-            raise ProgramError(
-                "an evaluation has no output for the parts of lost replicas",
-                why=f"{self.replicas - left} of {self.replicas} replicas are lost",
-                todo="use eval_step(...).loss, or state_dict() in another program",
-            )
+        if value.dim() and self._survivors is not None:
+            self._survivors.refuse("a whole output")
         joined = value.new_empty((left, *value.shape))
         self._channel.all_gather(joined.view(-1), value.view(-1))
         return joined.flatten(0, 1) if value.dim() else joined.sum() / left

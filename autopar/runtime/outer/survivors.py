@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from autopar.errors import OptionError
+from autopar.errors import OptionError, ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.outer.attendance import Attendance
@@ -94,6 +94,15 @@ class Survivors:
         if self._lease is not None and all(work.is_completed() for work in works):
             self._lease.close()
         self._lease = None
+
+    def refuse(self, what: str) -> None:
+        """Raises ProgramError if a replica is lost, for what needs all ranks."""
+        if self.anyone:
+            raise ProgramError(
+                f"{what} needs all ranks, and a replica is lost",
+                why="ranks compare and exchange through groups of all of them",
+                todo="use state_dict(), or a program that was compiled before the loss",
+            )
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes this rank's signs of life."""

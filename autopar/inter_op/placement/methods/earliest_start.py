@@ -13,7 +13,7 @@ from autopar.inter_op.placement.methods._greedy_start import Partial
 from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
 
 
-def place(problem: PlacementProblem, **_: Any) -> Placed:
+def place(problem: PlacementProblem, **options: Any) -> Placed:
     """Returns ETF's placement; raises InfeasibleError where a task finds no device with room."""
     partial = Partial(problem)
     waiting = [len(into) for into in problem.inputs]

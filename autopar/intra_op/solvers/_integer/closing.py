@@ -62,13 +62,12 @@ def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
     target = search.bound + trial * search.scale()
     if search.price < math.inf:
         near = search.price - target <= 0.25 * (search.price - search.bound)
-        if near or (trial > FIRST_TRIAL and pairs_below(relaxation, search.price) <= FEW_PAIRS):
+        if near or (trial > FIRST_TRIAL and _pairs(relaxation, search.price) <= FEW_PAIRS):
             return search.price
     return target if trial < LAST_TRIAL else math.inf
 
 
-def pairs_below(relaxation: Relaxation, price: float) -> int:
-    """Returns the number of pairs of choices that a solution within a price can use."""
+def _pairs(relaxation: Relaxation, price: float) -> int:
     if relaxation.dual is None:
         return 0
     return int((relaxation.dual.without(price).matrix < np.inf).sum())

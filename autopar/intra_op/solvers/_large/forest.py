@@ -48,10 +48,19 @@ def forest(s: Local) -> Forest:
     """Returns working space for forests of a problem."""
     sizes = np.diff(s.graph.start)
     n, widest = len(sizes), int(sizes.max(initial=1))
-    ints = [np.zeros(n + 1, dtype=np.int64) for _ in range(8)]
-    ints[1][:] = -1
-    values, answers = np.zeros(len(s.cost)), np.zeros(n * widest, dtype=np.int64)
-    return Forest(*ints[:7], values, ints[7], answers, np.zeros(n, dtype=np.int64))
+    return Forest(
+        nodes=np.zeros(n, dtype=np.int64),
+        place=np.full(n, -1, dtype=np.int64),
+        parent=np.zeros(n, dtype=np.int64),
+        edge=np.zeros(n, dtype=np.int64),
+        group=np.zeros(n, dtype=np.int64),
+        seen=np.zeros(n, dtype=np.int64),
+        begin=np.zeros(n + 1, dtype=np.int64),
+        value=np.zeros(len(s.cost)),
+        reply=np.zeros(n, dtype=np.int64),
+        answer=np.zeros(n * widest, dtype=np.int64),
+        taken=np.zeros(n, dtype=np.int64),
+    )
 
 
 @inner

@@ -33,7 +33,7 @@ class Multipliers:
     Attributes:
         flat: the problem.
         prices: seconds per byte at each time.
-        bound, proof: the best lower bound so far, in seconds, and its prices.
+        bound: the best lower bound so far, in seconds.
     """
 
     def __init__(self, flat: Flat, seed: int = 0) -> None:
@@ -49,7 +49,7 @@ class Multipliers:
         np.subtract.at(change, flat.span[:, 2], lightest)
         room = flat.limit - flat.base - np.cumsum(change)[:-1]
         self.room = np.maximum(room, 1e-6 * flat.limit) if len(room) else room
-        self.prices = self.proof = np.zeros(len(flat.base))
+        self.prices = np.zeros(len(flat.base))
 
     def begin(self) -> None:
         """Gives every time a first price, once the bound without memory is known."""
@@ -68,7 +68,8 @@ class Multipliers:
         flat, lengths = self.flat, np.diff(self.flat.held)
         owner = np.repeat(flat.start[flat.span[:, 0]] - flat.held[:-1], lengths)
         owner += np.arange(len(owner))
-        return np.bincount(owner, np.repeat(rates, lengths) * flat.nbytes, len(flat.cost))
+        paid = np.repeat(rates, lengths) * flat.nbytes
+        return np.bincount(owner, paid, len(flat.cost)).astype(np.float64)
 
     def choose(self) -> Ints:
         """Returns a cheap choice at the present prices; it need not fit."""
@@ -92,16 +93,14 @@ class Multipliers:
         self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
 
     def prove(self) -> float:
-        """Returns the bound of the present prices and messages, and keeps the best one."""
+        """Returns the best bound so far, after that of the present prices and messages."""
         flat, least = self.flat, self.guess.copy()
         excess = np.zeros(len(flat.cost))
         refund = float(self.prices @ (flat.limit - flat.base))
         seconds = bound(self.moves.graph, self.cost(), self.messages, excess, least)
         rounding = 1e-12 * (abs(seconds) + abs(refund) + abs(flat.total))
-        proved = seconds + flat.total - refund - rounding
-        if proved > self.bound:
-            self.bound, self.proof = proved, self.prices
-        return proved
+        self.bound = max(self.bound, seconds + flat.total - refund - rounding)
+        return self.bound
 
     def price(self, choice: Ints) -> float:
         """Returns the seconds of a choice."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.intra_op.reduce.flat import Ints
-from autopar.intra_op.solvers._integer.closing import pairs_below
 from autopar.intra_op.solvers._large.kicks import Walk, anneal
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import usage
-from autopar.intra_op.solvers._search import Relaxation, Search
+from autopar.intra_op.solvers._search import Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
-MANY = 400_000  # pairs of choices that the bound leaves, above which they are not tried either
+ENTRIES = 500_000  # pairs of choices above which they are not tried either
 PAIRS = 9.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
 VISITS = 1.5e8  # pairs per second of kicks
 STEP, KICK = 50_000, 500  # pairs that take the time of a step's and of a kick's other work
@@ -29,7 +28,7 @@ TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
 PRICES, WALK = 0.4, 0.5  # shares of the work for the prices of memory and for the kicks
 WARM = 0.15  # of their work without memory
-LONG, SHORT = 0.5, 0.02  # first and last factor of the prices, as logarithms
+LONG, SHORT = 0.5, 0.02  # first and last change of the prices, as logarithms
 FIT = 20  # steps between two choices that are made to fit in any case
 NEAR = 1.01  # a choice within the limit is improved if it costs at most this times the best
 HOT, COLD = 1e-4, 1e-7  # first and last temperature, relative to the price
@@ -57,9 +56,9 @@ class Progress:
         return min(max(self.done / self.most, clock), 1.0)
 
 
-def too_wide(search: Search, relaxation: Relaxation) -> bool:
-    """Returns whether the bound leaves more than integer programs can close."""
-    return not search.done and pairs_below(relaxation, search.price) > MANY
+def is_large(search: Search) -> bool:
+    """Returns whether reductions leave more than integer programs can close."""
+    return search.core.nodes > LARGE or len(search.core.matrix) > ENTRIES
 
 
 def large(search: Search) -> None:
@@ -99,16 +98,13 @@ def _price(search: Search, best: _Best) -> None:
     while (share := progress.share()) < 1 and not search.done:
         choice = multipliers.choose()
         progress.done += 1
-        price, fits = multipliers.price(choice), multipliers.fits(choice)
-        if (progress.done % FIT == 0 and price < best.price) or (
-            fits and price < NEAR * best.price
-        ):
+        price, look = multipliers.price(choice), progress.done % FIT == 0
+        if price < best.price if look else price < NEAR * best.price and multipliers.fits(choice):
             best.offer(multipliers.fitted(choice))
-        if progress.done % FIT == 0:
-            search.raise_bound(max(multipliers.prove(), multipliers.bound))
+        if look:
+            search.raise_bound(multipliers.prove())
         multipliers.change(choice, LONG * (SHORT / LONG) ** share)
-    multipliers.prove()
-    search.raise_bound(multipliers.bound)
+    search.raise_bound(multipliers.prove())
 
 
 def _kick(search: Search, best: _Best, choice: Ints) -> None:

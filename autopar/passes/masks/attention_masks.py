@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, rewrite, writes
 from autopar.operators.interpret import execute
-from autopar.passes.mask_intervals import kind_by_intervals
+from autopar.passes.masks.mask_intervals import kind_by_intervals
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 # Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.

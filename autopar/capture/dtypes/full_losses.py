@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 _NAMES = ("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
 _LOSSES: frozenset[Callable[..., Any]] = frozenset(
@@ -48,7 +47,8 @@ class _InFloat32(TorchFunctionMode):
         """Calls a function; a loss gets wide operands."""
         kwargs = kwargs or {}
         if func in _WIDE and "dtype" not in kwargs:
-            args, kwargs = tree_map(self._wide, (args, kwargs))
+            args = tuple(map(self._wide, args))
+            kwargs = {name: self._wide(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _wide(self, value: Any) -> Any:

@@ -27,26 +27,48 @@ from autopar.errors import CaptureError
 
 _LARGEST = 2**28  # elements of a mask that is compared with its blocks
 _MARK = "_traced_by_autopar"  # attribute of a BlockMask that is built while a model is traced
-_CHOICES: dict[str, Callable[..., Any]] = {}
+_LOCK = threading.Lock()
+_TRACING: list[int] = []  # threads
 
 
 @contextmanager
 def flex_traced() -> Iterator[None]:
-    """Returns a context in which this thread's trace has FlexAttention by its operators."""
-    thread = threading.get_ident()
-    functions: tuple[Any, ...] = (flex.flex_attention, flex.create_block_mask)
-    ours_of: tuple[Any, ...] = (_attention, _block_mask)
-    codes = [function.__code__ for function in functions]
-    for function, ours, stand_in in zip(
-        functions, ours_of, (_flex_attention, _create_block_mask), strict=True
-    ):
-        _CHOICES[function.__name__] = _choice(thread, ours, _copy(function))
-        function.__code__ = stand_in.__code__
+    """Returns a context in which this thread's trace has FlexAttention by its operators.
+
+    Several threads may be in it; torch's own code returns with the last of them.
+    """
+    with _LOCK:
+        _TRACING.append(threading.get_ident())
+        for function, (stand_in, _, _) in _STAND_INS.items():
+            function.__code__ = stand_in.__code__
     try:
         yield
     finally:
-        for function, code in zip(functions, codes, strict=True):
-            function.__code__ = code
+        with _LOCK:
+            _TRACING.remove(threading.get_ident())
+            for function, (_, _, own) in _STAND_INS.items() if not _TRACING else ():
+                function.__code__ = own.__code__
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """Its code runs as that of torch's function, with the names of torch's module."""
+    from autopar.capture.stand_ins.flex import called
+
+    return called("flex_attention", *args, **kwargs)
+
+
+def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
+    """Its code runs as that of torch's function, with the names of torch's module."""
+    from autopar.capture.stand_ins.flex import called
+
+    return called("create_block_mask", *args, **kwargs)
+
+
+def called(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls ours instead of a function of torch while this thread traces a model."""
+    _, ours, own = _STAND_INS[getattr(flex, name)]
+    traces = threading.get_ident() in _TRACING and torch.compiler.is_exporting()
+    return (ours if traces else own)(*args, **kwargs)
 
 
 def _copy(function: Any) -> Any:
@@ -54,35 +76,6 @@ def _copy(function: Any) -> Any:
     copy = FunctionType(code, function.__globals__, name, defaults)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def _choice(thread: int, ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ours while this thread traces a model, else torch's own."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        traces = threading.get_ident() == thread and torch.compiler.is_exporting()
-        return (ours if traces else own)(*args, **kwargs)
-
-    return call
-
-
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """Its code runs as that of torch's function, with the names of torch's module."""
-    from autopar.capture.flex import chosen
-
-    return chosen("flex_attention", *args, **kwargs)
-
-
-def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
-    """Its code runs as that of torch's function, with the names of torch's module."""
-    from autopar.capture.flex import chosen
-
-    return chosen("create_block_mask", *args, **kwargs)
-
-
-def chosen(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls what stands in for a function of torch, by its name."""
-    return _CHOICES[name](*args, **kwargs)
 
 
 def _block_mask(
@@ -300,3 +293,10 @@ class _Row:
     def __getitem__(self, index: Any) -> Any:
         more = index if isinstance(index, tuple) else (index,)
         return _looked_up(self.table, (*self.given, *more))
+
+
+# torch's functions: the function whose code they get, what that calls, and their own copy.
+_STAND_INS: dict[Any, tuple[Any, Callable[..., Any], Any]] = {
+    flex.flex_attention: (_flex_attention, _attention, _copy(flex.flex_attention)),
+    flex.create_block_mask: (_create_block_mask, _block_mask, _copy(flex.create_block_mask)),
+}

@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cost.model import Gemm, NodeWork, Work
-from autopar.intra_op.kernel_parts_work import as_part
-from autopar.intra_op.local_work import Layouts, Local
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
+from autopar.intra_op.work.kernel_parts_work import as_part
+from autopar.intra_op.work.local_work import Layouts, Local
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.model import Gemm, NodeWork, Work
-from autopar.intra_op.local_work import Local
+from autopar.intra_op.work.local_work import Local
 from autopar.ir.executed.execution import WHOLE
 
 # Bytes moved for a cast of one element of 16 bits, by format.
@@ -49,6 +49,8 @@ def _fused(local: Local) -> NodeWork:
         else:
             sums = [local.gradient(node.type.numel, 3.0 * given)] * more
         return NodeWork((), tuple(sums) if node.requires_grad else ())
+    if node.alias is not None:
+        return NodeWork()
     reads = [local.operands[at].nbytes for at in part.reads]
     written = local.written if part.readers else 0
     moved = float(sum(reads) + written + local.extra)

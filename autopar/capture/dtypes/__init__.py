@@ -1,0 +1,1 @@
+"""Dtypes of a trace: parameters in the computing dtype, autocast blocks, wide losses."""

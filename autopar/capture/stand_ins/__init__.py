@@ -1,0 +1,1 @@
+"""What runs instead of functions of torch while a model is traced."""

@@ -1,0 +1,1 @@
+"""Work of operators on one device, and savings of fused kernels."""

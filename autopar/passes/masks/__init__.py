@@ -1,0 +1,1 @@
+"""Recognises masks of attention: causal, sliding windows, documents."""

@@ -1,0 +1,60 @@
+"""Steps that a class of tensors shares are those of each tensor alone."""
+
+from __future__ import annotations
+
+import random
+
+from autopar.ir.collective import Collective, moves
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
+from autopar.ir.resharding import Resharder, Reshardings
+from autopar.ir.tensor import Layout, TensorType
+
+MESH = Mesh.parse("H100: a=2, b=3, c=4")
+# Extents around the products of axes, where a split becomes possible.
+EXTENTS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 23, 24, 25, 100)
+
+
+def price(call: Collective) -> float:
+    return 1e-6 + call.nbytes * len(call.axes) * 1e-9 * (1 + len(call.kind))
+
+
+def reachable(tensor: TensorType, grad: bool) -> list[Layout]:
+    found = {Layout.replicated(len(tensor.shape)): None}
+    waiting = list(found)
+    while waiting:
+        for step in moves(waiting.pop(), tensor, MESH, grad):
+            if step.dst not in found:
+                found[step.dst] = None
+                waiting.append(step.dst)
+    return list(found)
+
+
+def test_steps_and_prices_are_those_of_the_tensor_alone() -> None:
+    draw = random.Random(0)
+    shared = Resharder(MESH, price)
+    for number in range(24):
+        shape = tuple(draw.choice(EXTENTS) for _ in range(draw.randint(0, 2)))
+        tensor, grad = TensorType(draw.choice(("f32", "bf16")), shape), draw.random() < 0.7
+        layouts = reachable(tensor, grad)
+        for layout in draw.sample(layouts, min(6, len(layouts))):
+            known = [step for _, step in shared._priced_moves(layout, tensor, grad)]
+            assert known == list(moves(layout, tensor, MESH, grad)), (number, tensor, layout)
+        ends = draw.sample(layouts, min(4, len(layouts)))
+        costs = shared.costs(tensor, ends, ends, grad)
+        alone = Resharder(MESH, price)
+        pairs = [(i, a, j, b) for i, a in enumerate(ends) for j, b in enumerate(ends)]
+        for row, src, column, dst in pairs:
+            steps = alone.steps(tensor, src, dst, grad)
+            paid = sum(price(call) for step in steps for call in step.collectives)
+            assert abs(costs[row, column] - paid) <= 1e-12 * max(paid, 1e-6)
+
+
+def test_a_price_remembers_its_reshardings() -> None:
+    known = Reshardings(MESH, price)
+    assert Reshardings.of(MESH, known) is known
+    assert known.resharder(Precision()) is known.resharder(Precision())
+    other = Mesh.parse("H100: a=2")
+    assert Reshardings.of(other, known) is not known
+    call = Collective("all_reduce", ("a",), 64)
+    assert known(call) == price(call)
