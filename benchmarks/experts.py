@@ -107,16 +107,14 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
     parser.add_argument("--layers", type=int, help="plan so many blocks only")
     given = parser.parse_args()
-    rows = []
+    rows, keys = [], ("model", "mesh", "layers", "experts_lie")
     for nodes, name in itertools.product(given.nodes, given.models):
         mesh = Mesh.parse(f"H100: node={nodes}, gpu=8")
         wanted = ModelSpec(name, mesh.size, SEQUENCE, given.layers)
         graph = capture_model(wanted, Options(), Trace(None))
         for way in WAYS:
             rows.append(row(name, mesh, given.layers, way, graph))
-            print(rows[-1], flush=True)
-    keys = ("model", "mesh", "layers", "experts_lie")
-    print(f"wrote {write('experts', rows, keys=keys)}")
+            print(f"wrote {write('experts', rows[-1:], keys=keys)}: {rows[-1]}", flush=True)
     heads = ("model", "mesh", "experts", "s a step", "GiB", "experts", "tokens")
     picked = ("model", "mesh", "experts_lie", "step_seconds", "peak_gib", "experts", "tokens")
     print(markdown(heads, [[str(r[key]) for key in picked] for r in rows]))
