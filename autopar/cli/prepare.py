@@ -11,7 +11,7 @@ from autopar.cli.common.console import say, stages
 
 # Plans that run every compiled loop: within little memory, and with stages.
 PLANS = (
-    ("gpt2", "--layers", "2", "--mesh", "H100: node=2, gpu=2", "--memory", "1GiB"),
+    ("gpt2", "--layers", "2", "--mesh", "H100: node=2, gpu=2", "--memory", "1.4GiB"),
     ("gpt2", "--layers", "4", "--mesh", "H100: gpu=2", "--global-batch", "8"),
 )
 
