@@ -9,6 +9,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -153,3 +154,16 @@ def test_planning_is_imported_without_torch() -> None:
     code += "from autopar.intra_op.rule_table import table\ntable(), forms()\n"
     done = run(code + "assert not {'torch', 'transformers', 'sympy'} & set(sys.modules)")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_was_planned_before_is_planned_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys\n"
+        "from autopar.cli import main\n"
+        "atexit.register(lambda: print('torch imported:', 'torch' in sys.modules))\n"
+        "main(sys.argv[1:])\n"
+    )
+    words = ("plan", "gpt2", "--layers", "2", "--seq", "64", "--mesh", "H100: gpu=2")
+    first, second = (run(code, *words, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2))
+    assert "torch imported: True" in first.stdout
+    assert "torch imported: False" in second.stdout, second.stderr

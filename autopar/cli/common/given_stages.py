@@ -10,7 +10,6 @@ import click
 from rich.table import Table
 
 from autopar.cli.common.console import Stages, print_json, print_out, say, stages
-from autopar.cli.pipeline import step_range
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -74,6 +73,8 @@ def show_given(
 
 def _head(plan: Plan) -> str:
     """Returns a line on the whole step."""
+    from autopar.cli.pipeline import step_range
+
     return (
         f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
         f"{format_seconds(plan.predicted.step_seconds)} a step{step_range(plan)} (simulated), "
