@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autopar.intra_op.rule import OpRule, rule
     from autopar.ir.mesh import Mesh
     from autopar.ir.precision import Precision
-    from autopar.operators.annotation import shard
-    from autopar.operators.mixture_call import mixture
+    from autopar.operators.model_calls.mixture_call import mixture
+    from autopar.operators.model_calls.shard_call import shard
     from autopar.plan import Plan
     from autopar.runtime.checkpoint.plain import load_checkpoint
     from autopar.runtime.optimizers.muon import muon
@@ -63,10 +63,10 @@ _HOMES = {
     "layout": "intra_op.pins.named_dims",
     "load": "compile",
     "load_checkpoint": "runtime.checkpoint.plain",
-    "mixture": "operators.mixture_call",
+    "mixture": "operators.model_calls.mixture_call",
     "muon": "runtime.optimizers.muon",
     "rule": "intra_op.rule",
-    "shard": "operators.annotation",
+    "shard": "operators.model_calls.shard_call",
 }
 
 

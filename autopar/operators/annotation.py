@@ -4,71 +4,20 @@
 
 Outside autopar `shard` returns `x` itself. A captured model has it in the graph as the operator
 `autopar.shard`: the identity, in the given layout for both the value and its gradient. See `shard`
-for the notation.
+in `shard_call.py` for the notation.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autopar.errors import AnnotationError, LayoutError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-
-def shard(x: Tensor, layout: str) -> Tensor:
-    """Returns `x`, for which autopar will use `layout`; for use inside a model's forward.
-
-    `layout` has an entry for each dimension, "[b@data, s, ?]":
-
-        b@data      split over the mesh axis data, b@data@tensor over both, data outermost
-        s           not split; the word is free, a number must be the dimension's size
-        ?           open: the planner may split it over axes that the annotation does not name
-        ?@data      split over data, and inside that perhaps over others
-
-    The gradient has the same layout. After the bracket may follow "+sum(axis)" for a value that is
-    a partial sum along an axis, and "-sum(axis)" for a gradient that is.
-
-    The annotation takes effect where the result is read, not where `x` itself is. Outside autopar,
-    in eager mode and under torch.compile, the result is `x` itself and nothing is done or checked.
-
-    Returns:
-        `x`. Capturing the model raises the errors of `Annotation.layouts` for a layout that does
-        not fit.
-    """
-    import torch
-
-    if not torch.compiler.is_exporting():
-        return x
-    _registered()
-    marked: Tensor = torch.ops.autopar.shard(x, layout)
-    return marked
-
-
-@functools.cache
-def _registered() -> torch.library.Library:
-    """Registers the operator, and returns what keeps it registered.
-
-    The result shares its operand's storage, like a view, so that a write into one of them is a
-    write into the other, as outside autopar. It is a composite of an operator with shapes and a
-    derivative, and needs none of its own.
-    """
-    import torch
-
-    library = torch.library.Library("autopar", "FRAGMENT")
-    library.define("shard(Tensor(a) x, str layout) -> Tensor(a)")
-    library.impl("shard", lambda x, layout: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
-    return library
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ _CHECKS: dict[str, Check] = {
     "shapes": Whole(1, 2**10),
     "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
-    "on_loss": Or((NOTHING, _WORD)),
+    "on_loss": Or((NOTHING, Text(known=("error", "continue")))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,

@@ -145,7 +145,7 @@ def test_half_a_file(instance: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_solver_is_refused_with_those_there_are(instance: Path) -> None:
-    assert "auto, brute_force, greedy" in run(instance, "--solver", "magic", code=2).stderr
+    assert "annealing, auto, brute_force" in run(instance, "--solver", "magic", code=2).stderr
 
 
 def knapsack(limit: float) -> Problem:

@@ -118,11 +118,11 @@ def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -
 def test_choices_of_equal_layouts_are_told_apart_by_their_forms() -> None:
     graph, problem = built("gpt2")
     best = solve(problem.problem, gap=0.0).choice
-    at = next(n for n, options in enumerate(problem.options) if any(o.form for o in options))
     groups: dict[object, list[int]] = {}
-    for index, option in enumerate(problem.options[at]):
-        groups.setdefault((option.operands, option.results), []).append(index)
-    alike = max(groups.values(), key=len)
+    for place, options in enumerate(problem.options):
+        for index, option in enumerate(options):
+            groups.setdefault((place, option.operands, option.results), []).append(index)
+    (at, *_), alike = max(groups.items(), key=lambda item: len(item[1]))  # type: ignore[misc]
     assert len(alike) > 2
     computed = set()
     for index in alike:

@@ -107,8 +107,8 @@ def test_linears_of_pairs_are_split_however_many_tokens_there_are(batch: int, wo
     sizes = LlamaSizes(64, 4, 4, 96, 2, 128, 32)
     with torch.device("meta"):
         model, tokens = Llama(sizes).bfloat16(), torch.zeros(batch, 32, dtype=torch.long)
-        turns = torch.zeros(32, 16)
-    inputs = {"tokens": tokens, "labels": tokens, "cos": turns, "sin": turns}
+        turns = torch.zeros(32, 8, dtype=torch.complex64)
+    inputs = {"tokens": tokens, "labels": tokens, "turns": turns}
     of = captured(model, inputs, "H100: dp=8, tp=2", word)
     sums, splits = Counter[bool](), Counter[bool]()
     for node in of.block:

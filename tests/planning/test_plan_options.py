@@ -15,6 +15,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import OptionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.executed.execution import Execution
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.update import Update
@@ -43,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "update": Update.parse(["a b whole -> row[a 1], col[1 b]", "* -> momentum_buffer[*]"]),
     "batches": "local over gpu",
     "expert_load": "zipf 0.5",
+    "execution": Execution.read("merged loss=steps"),
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
 # A plan cannot say these: functions and files, and how its own stage came to be.

@@ -164,7 +164,7 @@ def test_the_part_of_a_step_that_is_captured_is_the_step(parts: dict[str, int]) 
     one, other = (autopar.compile(model, "cpu: gpu=1", **how) for _ in range(2))
     executor = other._executor
     if parts:
-        run, holder = partial(executor._flushed, executor.row), executor
+        run, holder = partial(executor._flushed, executor.main, executor.row), executor
     else:
         run, holder = partial(executor._step, executor.main), executor.main
 

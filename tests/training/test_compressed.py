@@ -94,7 +94,7 @@ def train_one(case: Case) -> Trained:
         stages=case.stages,
     )
     executor: Any = session._executor
-    stages = [executor] if case.stages == 1 else list(executor.stages.values())
+    stages = list(executor.stages.values()) if hasattr(executor, "stages") else [executor]
     (mesh,) = {str(stage.runtime.mesh) for stage in stages}
     weights = [weight for stage in stages for weight in stage.weights.all]
     planned: Counter[str] = Counter()

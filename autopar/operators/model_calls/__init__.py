@@ -1,0 +1,1 @@
+"""Functions that a model's forward calls: `autopar.shard` and `autopar.mixture`."""
