@@ -23,7 +23,7 @@ from benchmarks.published.step import Works, chains, fuse, merged, parts
         cost_accuracy.activation_rows,
         cost_accuracy.paro_rows,
         cost_accuracy.communication_rows,
-        cost_accuracy.vtrain_rows,
+        pytest.param(cost_accuracy.vtrain_rows, marks=pytest.mark.slow),
     ],
 )
 def test_every_promise_of_a_table_is_kept(table: Callable[[], Iterator[Row]]) -> None:

@@ -156,6 +156,7 @@ def train() -> tuple[list[float], str]:
     return losses, program.source
 
 
+@pytest.mark.slow
 def test_ranks_train_under_autocast() -> None:
     ranks = run_ranks(train)
     assert all(losses == ranks[0][0] for losses, _ in ranks)

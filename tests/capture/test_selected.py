@@ -84,6 +84,7 @@ def train() -> dict[str, tuple[list[float], Tensor]]:
     return runs
 
 
+@pytest.mark.slow
 def test_ranks_train_with_as_many_rows_as_a_batch_selects() -> None:
     ranks = run_ranks(train)
     for name, body in BODIES.items():

@@ -186,7 +186,12 @@ def test_two_ranks() -> None:
 
 
 def test_grid() -> None:
-    run_ranks(every_way, ("megatron", "free grid", "interleaved"))
+    run_ranks(every_way, ("megatron", "interleaved"))
+
+
+@pytest.mark.slow
+def test_free_layouts_on_a_grid() -> None:
+    run_ranks(every_way, ("free grid",))
 
 
 def test_ranks_whose_batches_differ_are_told_so() -> None:

@@ -44,6 +44,7 @@ def test_a_cluster_is_planned_without_gpu_or_process_group() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_plans_in_one_process_do_not_disturb_one_another() -> None:
     model, batch = models.llama()
     meshes = (SLOW, ONE, "toy[2TFLOP/s 1GiB 20GB/s]: a=2 @5GB/s 1us, gpu=2 @20GB/s 100ns", SLOW)

@@ -151,6 +151,7 @@ def test_training_equals_that_of_the_unsharded_model() -> None:
         assert " ".join(written[1].split()).endswith(call), name
 
 
+@pytest.mark.slow
 def test_training_with_kernels_is_the_same() -> None:
     fuse = (EXPERTS_KERNELS,)
     whole, ranks = train_whole(MODEL), run_ranks(trained, captured(fuse), fuse)

@@ -38,6 +38,7 @@ def train(cases: list[Case], tolerance: float = 1e-9) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_states_train_beside_tensor_parallelism_stages_recomputation_and_other_optimizers() -> None:
     train(
         [

@@ -209,7 +209,7 @@ class Opened:
                 plan.microbatches,
                 in_flight(schedule, number),
                 held_beside(schedule, number),
-                copies_of(schedule, number, wiring),
+                copies_of(schedule, wiring)[number],
                 own.precision,
                 taken(schedule),
                 own.late_loss,

@@ -143,14 +143,12 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     else:
         timeline = simulate(step.unrolled(schedule.warm_up + 1), costs, *hops)
         seconds, bubble = steady(schedule, step, costs, *hops)
-    ranks, memory = [], []
+    ranks, memory, copies = [], [], copies_of(schedule, wiring)
     for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
         number, copy = stages[0]
         ranks.append(plan.stages[number].ranks(copy))
         own = [figures[number] for number, _ in stages]
-        further = sum(
-            copies_of(schedule, n, wiring).in_plan(graphs[n], plan.stages[n]) for n, _ in stages
-        )
+        further = sum(copies[n].in_plan(graphs[n], plan.stages[n]) for n, _ in stages)
         alive = sum(s.fixed for s in own) + further + kept + max(s.transient for s in own)
         memory.append(alive / (1 - graphs[number].execution.reserve))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)

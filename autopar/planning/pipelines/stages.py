@@ -157,7 +157,7 @@ def plan_stages(
     again = recompute or [options.recompute] * len(parts)
     shared = beside or [held_beside(rows, number) for number in range(len(parts))]
     wiring = wiring_of(parts, meshes)
-    further = [copies_of(rows, number, wiring) for number in range(len(parts))]
+    further = copies_of(rows, wiring)
     alone: dict[tuple[str, Mesh, str, str, float, Copies], list[int]] = {}
     for number, part in enumerate(parts):
         # Stages with pins are never equal, because pins are by name.

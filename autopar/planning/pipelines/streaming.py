@@ -87,25 +87,26 @@ def _bytes(
     )
 
 
-def copies_of(schedule: Schedule, stage: int, wiring: Wiring | None = None) -> Copies:
-    """Returns what a stage holds under a schedule.
+def copies_of(schedule: Schedule, wiring: Wiring | None = None) -> tuple[Copies, ...]:
+    """Returns what every stage holds under a schedule, from rows that are completed once.
 
     A corrected backward also computes the weights that it runs on, a stored tensor for its time.
 
     Args:
         schedule: of the pipeline.
-        stage: its number.
         wiring: connections of the stages; None for a chain.
     """
     if schedule.flushes:
-        return NO_COPIES
-    row = complete(schedule, wiring).rows[schedule.placement[0][stage]]
-    (run,) = unrolled([row], schedule.microbatches, schedule.warm_up + 2)
-    corrected = schedule.adjustment.decay > 0
-    return Copies(
-        versions([row])[stage, 0] - 1 + corrected,
-        schedule.pending + _aside(run) + _CORRECTED * corrected,
-    )
+        return (NO_COPIES,) * schedule.stages
+    rows, corrected = complete(schedule, wiring).rows, schedule.adjustment.decay > 0
+    found = []
+    for stage, rank in enumerate(schedule.placement[0]):
+        sums = tuple(a for a in rows[rank] if a.kind in (*"BW", SYNC, UPDATE))
+        (run,) = unrolled([sums], schedule.microbatches, schedule.warm_up + 2)
+        held = versions([rows[rank]])[stage, 0] - 1 + corrected
+        updated = schedule.pending + _aside(run) + _CORRECTED * corrected
+        found.append(Copies(held, updated))
+    return tuple(found)
 
 
 def _aside(row: Row) -> int:
@@ -192,7 +193,7 @@ class Streamed:
         They are exact where versions are linear in the microbatches in flight, as those of all
         published methods, and otherwise the most that any rank holds.
         """
-        return _copies(self, ranks, microbatches)
+        return _copies(self, ranks, min(microbatches, 4 * ranks))
 
 
 FLUSHED = Streamed()
@@ -208,11 +209,11 @@ def _made(text: str, ranks: int, microbatches: int) -> Schedule | None:
 
 @cache
 def _copies(streamed: Streamed, ranks: int, microbatches: int) -> tuple[Copies, Copies]:
-    schedule = streamed.made(ranks, min(microbatches, 4 * ranks)) or streamed.made(ranks, ranks)
+    schedule = streamed.made(ranks, microbatches) or streamed.made(ranks, ranks)
     if schedule is None or schedule.flushes:
         return NO_COPIES, NO_COPIES
     wiring = _ends_tied(ranks) if streamed.tied and ranks > 1 else None
-    every = [copies_of(schedule, stage, wiring) for stage in range(schedule.stages)]
+    every = copies_of(schedule, wiring)
     updated = max(one.updated for one in every)
     flight = np.array(schedule.in_flight, float)
     held = np.array([one.held for one in every])

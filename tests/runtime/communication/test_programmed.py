@@ -84,6 +84,7 @@ def test_on_four_ranks(text: str) -> None:
     check(run_ranks(everything, text, axes, 1))
 
 
+@pytest.mark.slow
 def test_in_pieces_and_on_eight_ranks() -> None:
     check(run_ranks(everything, "cpu: node=2, gpu=4", ("node", "gpu"), 3, count=8))
 

@@ -113,7 +113,7 @@ def deadly_capture(*args: object) -> None:
         pytest.param(spin, "rank 2 did not come in time", marks=pytest.mark.slow),  # waits 20 s
         (fail, "rank 2 failed: OSError: no such shard of data"),
         (leave, "rank 2 ended in the middle of the training"),
-        (fail_in_capture, "rank 2 failed: "),
+        pytest.param(fail_in_capture, "rank 2 failed: ", marks=pytest.mark.slow),
         (die_in_capture, "rank 2 was lost"),
     ],
 )

@@ -166,10 +166,10 @@ def fail_while_others_are_outside(rank: int, folder: Path) -> None:
     ("play", "store", "failing"),
     [
         (fail_in_step, "file", 2),
-        (fail_in_nested_step, "tcp", 2),
+        pytest.param(fail_in_nested_step, "tcp", 2, marks=pytest.mark.slow),
         (first_fails, "tcp", 0),
         (fail_and_live_on, "tcp", 2),
-        (fail_while_others_are_outside, "tcp", 2),
+        pytest.param(fail_while_others_are_outside, "tcp", 2, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_end_and_name_the_one_that_failed(
