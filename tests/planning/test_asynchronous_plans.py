@@ -144,7 +144,7 @@ def test_a_search_counts_what_the_rows_hold(name: str, once: Copies, each: Copie
     for stage in range(4):
         further = made.in_flight[stage] - 1
         wanted = Copies(once.held + further * each.held, once.updated + further * each.updated)
-        assert copies_of(made, stage) == wanted
+        assert copies_of(made)[stage] == wanted
 
 
 def test_the_law_of_a_schedule_without_a_flush_is_that_of_its_period() -> None:
