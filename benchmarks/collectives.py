@@ -115,7 +115,7 @@ def played(levels: Sequence[Level], kind: str, by: str, nbytes: int, adding: flo
 
 
 def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What one rank measures; all ranks find the same."""
+    """Measures as one rank; all ranks find the same."""
     hosts, each = LAYOUTS[options.worker]
     levels, adding = measured_levels(hosts, each, options.runs), adding_seconds(options.runs)
     mesh, device = Mesh.parse(f"cpu: node={hosts}, gpu={each}"), torch.device("cpu")

@@ -102,7 +102,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def has(name: str) -> bool:
-    """Whether there is results/NAME.csv."""
+    """Returns whether there is results/NAME.csv."""
     return (RESULTS / f"{name}.csv").exists()
 
 

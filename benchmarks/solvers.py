@@ -67,7 +67,7 @@ def measure(path: str, solver: str, limit: float, seed: int) -> dict[str, Any]:
 
 
 def known(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is published of each instance, by its letter."""
+    """Returns the published figures of each instance, by its letter."""
     path = folder.resolve().parent / "published.json"
     if not path.exists():
         return {}

@@ -35,7 +35,7 @@ from autopar.runtime.ranks.processes import device_name, local_device
 
 
 class Extent(NamedTuple):
-    """What is measured, and whether progress is shown."""
+    """Choices of what to measure, and whether to show progress."""
 
     quick: bool
     algorithms: bool

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size, nested_truncate
 
 from autopar.compile import compile
@@ -26,7 +27,6 @@ from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
 
 STATE = "autopar"  # the folder of a session's checkpoint inside that of a Trainer's
-SCHEDULER = "scheduler.pt"
 SHAPES = 16  # batches of a last, smaller size, of other lengths, and of evaluations
 
 
@@ -261,13 +261,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.session.save_checkpoint(Path(output_dir) / STATE)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         self.session.load_checkpoint(Path(checkpoint) / STATE)
-        rates = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        rates = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(rates)
 
     def _load_best_model(self) -> None:

@@ -1,4 +1,4 @@
-"""What the actions of rows wait for, and over which link each send goes."""
+"""Dependencies of the actions of rows, and the link of each send."""
 
 from __future__ import annotations
 

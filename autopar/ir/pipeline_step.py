@@ -87,7 +87,7 @@ class Adjustment:
     decay: float = 0.0
 
     def rate(self, stage: int, update: int) -> float:
-        """By what a stage's learning rate is multiplied in an update, counted from 0."""
+        """Returns the factor of a stage's learning rate in an update, counted from 0."""
         if update >= self.annealed:
             return 1.0
         return math.pow(max(self.delays[stage], 1.0), update / self.annealed - 1.0)

@@ -51,7 +51,7 @@ class Fitted:
 
     @property
     def peak(self) -> float:
-        """Its simulated peak in bytes."""
+        """Simulated peak in bytes."""
         return self.plan.predicted.peak_bytes
 
 

@@ -257,7 +257,7 @@ def _go(recorder: Recorder, settings: Settings, here: _Away) -> _Away:
 
 
 def _gone(recorder: Recorder, away: _Away) -> None:
-    """Its memory is free for what is computed next."""
+    """Frees the memory of a tensor that has gone to the host."""
     if away.task >= 0:
         recorder.compute("wait for the host", "", (), [away.task])
         recorder.drop(away.buffer)

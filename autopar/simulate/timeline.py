@@ -32,7 +32,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration in seconds."""
+        """Duration in seconds."""
         return self.end - self.start
 
 

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def microbatches(self) -> int:
-        """Of each pipeline a step."""
+        """Returns those of each pipeline in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
     @property

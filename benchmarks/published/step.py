@@ -176,7 +176,7 @@ def chains(of: Captured, patterns: Iterable[Sequence[str]]) -> Iterator[tuple[No
 
 
 def regions(of: Captured) -> list[tuple[Node, ...]]:
-    """What a compiler makes one kernel: neighbours without a matrix product on a way between them.
+    """Returns what a compiler makes one kernel: neighbours with no matrix product between them.
 
     Each operator stands on a level, one above those whose matrix products it needs; operators of a
     level that read one another are one region.
@@ -253,7 +253,7 @@ def fuse(of: Captured, kernels: Works, groups: Iterable[Sequence[Node]]) -> Work
 
 
 def _kept(of: Captured, node: Node, made: NodeWork) -> Iterator[Work]:
-    """What a node keeps beside its operands and results, as a kernel of that many bytes."""
+    """Yields what a node keeps beside its operands and results, as a kernel of that many bytes."""
     if not node.saved_types or not made.forward:
         return
     operands = sum(map(of.nbytes, node.inputs))

@@ -78,7 +78,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a replica's batch, on one device of context parallelism."""
+        """Returns those of a replica's batch on one device of context parallelism."""
         return self.batch * self.seq
 
 

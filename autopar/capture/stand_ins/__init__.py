@@ -1,1 +1,1 @@
-"""What runs instead of functions of torch while a model is traced."""
+"""Functions that run instead of torch's while a model is traced."""

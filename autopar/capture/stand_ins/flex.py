@@ -51,14 +51,14 @@ def flex_traced() -> Iterator[None]:
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """Its code runs as that of torch's function, with the names of torch's module."""
+    """Runs as the code of torch's function, with the names of torch's module."""
     from autopar.capture.stand_ins.flex import called
 
     return called("flex_attention", *args, **kwargs)
 
 
 def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
-    """Its code runs as that of torch's function, with the names of torch's module."""
+    """Runs as the code of torch's function, with the names of torch's module."""
     from autopar.capture.stand_ins.flex import called
 
     return called("create_block_mask", *args, **kwargs)

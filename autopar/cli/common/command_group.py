@@ -22,7 +22,7 @@ INTERRUPTED = 130  # exit status of a program that Ctrl-C ended, as a shell give
 
 
 class Entry(NamedTuple):
-    """Where a command is defined, and the first sentence of its help."""
+    """Place where a command is defined, and the first sentence of its help."""
 
     module: str
     function: str

@@ -1,1 +1,1 @@
-"""How a system runs kernels, as values."""
+"""Values that say how a system runs kernels."""

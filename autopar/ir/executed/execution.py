@@ -36,7 +36,7 @@ _KNOWN = {"compiled": REGIONS, "loss": LOSSES, "linears": NARROW}
 
 @dataclass(frozen=True)
 class Execution:
-    """How kernels are run; see the module. The default runs one for each operator.
+    """Settings of how kernels are run; see the module. The default runs one for each operator.
 
     Attributes:
         compiled: "", "blocks" or "all".
@@ -134,7 +134,7 @@ AS_WRITTEN = Execution()
 
 @dataclass(frozen=True)
 class Part:
-    """What one operator does of the kernels that run it and others; see kernel_parts.py.
+    """Share of one operator in the kernels that run it and others; see kernel_parts.py.
 
     Attributes:
         fused: whether it is part of a kernel of several operators.

@@ -97,7 +97,7 @@ class _Stated:
             self.lp += self.start[t.b] >= self.ends[t.a]
 
     def _disjoint(self) -> None:
-        """Of two tasks on one device, one ends before the other starts."""
+        """Requires that of two tasks on one device one ends before the other starts."""
         import pulp
 
         for v, w in itertools.combinations(range(len(self.start)), 2):
