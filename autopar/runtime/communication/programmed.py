@@ -196,7 +196,9 @@ class _Run:
 
     def _post(self, messages: Sequence[_Message]) -> None:
         posted, calls = [], []
-        for message in messages:
+        # Receives come first: gloo sends no data before the receiver has said over the same
+        # connection that it is ready, and these words would wait behind data of the other way.
+        for message in sorted(messages, key=lambda each: each.does == "send"):
             for chunk in message.chunks if message.does != "add" else ():
                 self._settle(self.arriving, chunk)
                 if message.does == "keep":
