@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from autopar.capture.advice import explain
+from autopar.capture.attributes import changed
 from autopar.capture.dtypes.cast import computing_in
 from autopar.capture.flat_model import FlatModel, loss_parameters
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
-from autopar.capture.watch import changed, innermost, refuse_hooks
+from autopar.capture.watch import innermost, refuse_hooks
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph

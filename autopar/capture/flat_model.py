@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from autopar.capture.attributes import State, changed
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.dtypes.full_losses import losses_in_float32
 from autopar.capture.stand_ins.flex import flex_traced
 from autopar.capture.structure import Inputs, Structure
-from autopar.capture.watch import State, Watch, changed
+from autopar.capture.watch import Watch
 from autopar.errors import CaptureError
 
 

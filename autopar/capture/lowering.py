@@ -262,8 +262,10 @@ class Lowering(Draft):
         chain = self._owners(node, written)
         leaf = self._leaves.get(chain[-1])
         trained = leaf is not None and leaf.op == "param" and leaf.requires_grad
-        if trained or (self._flows(written) and not grad):
+        if trained or (self._flows(written) and not grad and len(chain) > 1):
             raise _ungraded(node)
+        if self._flows(written) and not grad:
+            value = self.straight_through(node, self.read(written), value)
         self._values[written] = value
         new = {written}
         for view, owner in pairwise(chain):

@@ -89,6 +89,15 @@ class Draft:
         back = (drawn, tuple(map(order.index, range(len(order)))))
         return add(f"{name}_back", "aten.permute", back, value=value)
 
+    def straight_through(self, node: fx.Node, old: Ref, new: Ref) -> Ref:
+        """Returns the new value, with the gradient of the old one as its own.
+
+        Writing into a tensor without gradients has this effect: autograd sees only the old value.
+        """
+        zero = (old, self.detach(node, old))
+        kept = self.add(node, f"{node.name}_kept", "aten.sub.Tensor", zero, grad=True)
+        return self.add(node, f"{node.name}_through", "aten.add.Tensor", (new, kept), grad=True)
+
     def copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
         """Returns the value written by `copy_`: the source in the dtype and shape of the target."""
         assert isinstance(source, Ref)

@@ -1,33 +1,28 @@
-"""Refuses, at the user's line, side effects of a model that a trace would lose.
+"""Refuses, at the user's line, calls of torch that a trace would lose.
 
-A trace has the operators of one call. A hook, a print, a gradient computed inside, an attribute
-that counts calls or a number of Python's `random` leave no trace, or only a constant. This file
+A trace has the operators of one call of the model. A hook, a print or a gradient computed inside
+leave no trace, or only a constant; see `attributes.py` for changes of the model itself. This file
 does not know torch.export; `capture` uses it while it traces the model.
 """
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import os
-import random
-import re
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Iterable, Iterator
-from copy import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
 from autopar.capture.selected import apply, selects
+from autopar.capture.torch_functions import opened
 from autopar.capture.traced import BY_MASK
 from autopar.errors import CaptureError
 from autopar.operators.assume import assumed
@@ -181,8 +176,10 @@ class Watch(TorchFunctionMode):
             return truth
         if selects(name, (*args, *kwargs.values())):
             return apply(func, args, kwargs, self._gradients.off)
+        inside = opened(func)
         try:
-            result = self._gradients.call(func, name, args, kwargs)
+            with self if inside else nullcontext():
+                result = self._gradients.call(inside or func, name, args, kwargs)
         except Exception:
             self.failed = name
             raise
@@ -256,145 +253,3 @@ def refuse_hooks(model: nn.Module) -> None:
                 why="a program has its own parameters, in shards, without hooks",
                 todo="remove it, and do its work in forward",
             )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """An attribute of a module before the call.
-
-    Attributes:
-        value: its value.
-        items: its contents, if it is a container.
-        mark: a value that differs after a change.
-    """
-
-    value: Any
-    items: Any
-    mark: object
-
-    @classmethod
-    def of(cls, value: Any) -> _Held:
-        """Records an attribute's current value."""
-        container = isinstance(value, (dict, list, set, deque))
-        return cls(value, copy(value) if container else None, _mark(value))
-
-    def again(self) -> Any:
-        """Restores the value: the same object with its former contents."""
-        if isinstance(self.value, (list, deque)):
-            self.value.clear()
-            self.value.extend(self.items)
-        elif isinstance(self.value, (dict, set)):
-            self.value.clear()
-            self.value.update(self.items)
-        return self.value
-
-
-class State:
-    """A model's state other than parameters and buffers, before a call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = {
-            path: module
-            for path, module in model.named_modules()
-            # Attributes of torch's own modules are not state.
-            if not type(module).__module__.startswith("torch.")
-        }
-        self._held = {key: _Held.of(value) for key, value in self._attributes()}
-        # A library may install hooks in the first call, and remember it in an attribute.
-        tables = (vars(module)[name] for module in model.modules() for name in _HOOKS)
-        self._hooks = [(table, dict(table)) for table in tables]
-        self._random = random.getstate(), np.random.get_state()
-
-    def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for path, module in self.modules.items():
-            for name, value in vars(module).items():
-                if name not in _COMMON:
-                    yield (path, name), value
-
-    def replaced(self) -> frozenset[str]:
-        """Returns the names of tensors, other than buffers, that the call has replaced.
-
-        Raises:
-            CaptureError: the call has changed a number or a container, or drawn random numbers that
-                are not torch's.
-        """
-        names = set()
-        for (path, name), value in self._attributes():
-            before = self._held.get((path, name))
-            if before is None or before.mark in (None, _mark(value)):
-                continue
-            if not isinstance(before.value, Tensor):
-                raise changed(self.modules[path], name)
-            names.add(f"{path}.{name}".lstrip("."))
-        if not _same_state(self._random, (random.getstate(), np.random.get_state())):
-            raise CaptureError(
-                "forward draws random numbers that are not torch's",
-                where=_search(self.modules.values(), r"\brandom\."),
-                why="they would be drawn once, when the model is captured",
-                todo="draw with torch, e.g. torch.rand, or pass them as an input",
-            )
-        return frozenset(names)
-
-    def restore(self) -> None:
-        """Restores the modules' attributes and hooks, so that nothing of the trace remains."""
-        for table, kept in self._hooks:
-            table.clear()
-            table.update(kept)
-        for (path, name), value in list(self._attributes()):
-            before = self._held.get((path, name))
-            if before is None:
-                delattr(self.modules[path], name)
-            elif before.mark != _mark(value):
-                setattr(self.modules[path], name, before.again())
-
-
-def changed(module: nn.Module, name: str) -> CaptureError:
-    """Returns the error of a model that keeps state in an attribute."""
-    return CaptureError(
-        f"forward changes self.{name} of {type(module).__name__}",
-        where=_search([module], rf"self\.{name}\b\s*(?:\[.*\])?\s*(?:[-+*/|&@%]?=(?!=)|\.\w+\()"),
-        why="its value at capture would be a constant of the program",
-        todo=f'keep it in a buffer, register_buffer("{name}", torch.tensor(...)); if every call '
-        "sets it again, initialise it to None",
-    )
-
-
-_COMMON = frozenset(vars(nn.Module()))
-_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and value == {})
-
-
-def _mark(value: object) -> object:
-    """Returns a value that differs if an attribute was changed; None if it is not checked."""
-    if isinstance(value, (bool, int, float, complex, str)):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return id(value)
-    if isinstance(value, dict):
-        return tuple((repr(key), _mark(item)) for key, item in value.items())
-    if isinstance(value, (list, set, deque)):
-        return tuple(map(_mark, value))
-    return None
-
-
-def _same_state(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    (kind, keys, *rest), (other_kind, other_keys, *other_rest) = before[1], after[1]
-    same = (kind, rest) == (other_kind, other_rest) and np.array_equal(keys, other_keys)
-    return bool(before[0] == after[0] and same)
-
-
-def _search(modules: Iterable[nn.Module], pattern: str) -> str:
-    """Returns the first line in the methods of modules, except __init__, that matches a pattern."""
-    kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-    methods = (m for kind in kinds for m in vars(kind).values() if inspect.isfunction(m))
-    for method in methods:
-        file = method.__code__.co_filename
-        if method.__name__ == "__init__" or not is_users(file):
-            continue
-        try:
-            lines, start = inspect.getsourcelines(method)
-        except OSError:
-            continue
-        for number, line in enumerate(lines, start):
-            if re.search(pattern, line):
-                return place(file, number)
-    return ""

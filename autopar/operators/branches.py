@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 ASSUME = "autopar.assume"  # the operator
+_HINTS = ("_detect_is_causal_mask",)  # in torch: a faster kernel, or a mask that says the same
 _NOT_FINITE = re.compile(r"\b(isinf|isnan|isfinite|isposinf|isneginf)\b")
 _TELLS = re.compile(r"warn|log|print")
 
@@ -36,6 +37,8 @@ class Guard:
 def guard(frame: FrameType) -> Guard | None:
     """Returns the assumption for the tensor whose truth value `frame` needs; None if impossible."""
     code = frame.f_code
+    if code.co_name in _HINTS and frame.f_globals["__name__"].startswith("torch."):
+        return Guard(False, False)
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     except (SyntaxError, ValueError, RecursionError):

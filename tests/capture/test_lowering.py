@@ -122,6 +122,15 @@ def the_batch(y: Tensor, x: Tensor, model: Writes) -> Outcome:
     return mask, x + 1
 
 
+def without_gradients(y: Tensor, x: Tensor, model: Writes) -> Outcome:
+    """Autograd does not see these writes: the gradient of the old value becomes the new one's."""
+    z = y.sigmoid().clone()
+    with torch.no_grad():
+        y.clamp_(-0.5, 0.5)
+        z.clamp_(min=0.4).mul_(2)
+    return y * z, z.log()
+
+
 def buffer(y: Tensor, x: Tensor, model: Writes) -> Outcome:
     before = model.state.sum()
     model.state.mul_(0.9)
@@ -141,8 +150,8 @@ def part_of_a_buffer(y: Tensor, x: Tensor, model: Writes) -> Outcome:
 BODIES = (
     whole, a_view_after, through_a_view, through_other_views, through_slices, shifted, transposed,
     masked, another_shape,
-    narrow_dtype, no_copy, a_copy, one_of_several_results, constant, the_batch, buffer,
-    part_of_a_buffer,
+    narrow_dtype, no_copy, a_copy, one_of_several_results, constant, the_batch, without_gradients,
+    buffer, part_of_a_buffer,
 )  # fmt: skip
 
 

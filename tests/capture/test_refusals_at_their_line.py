@@ -54,7 +54,7 @@ class WritesUnseen(Bad):
     def forward(self, x: Tensor) -> Tensor:
         x = x @ self.weight
         with torch.no_grad():
-            x.clamp_(-1, 1)  # the line
+            x[0].clamp_(-1, 1)  # the line
         return x
 
 

@@ -65,8 +65,14 @@ def validates(x: Tensor) -> Tensor:
     return -torch.distributions.Normal(x, scale, validate_args=True).log_prob(x.detach() + 1)
 
 
+def within_torch(x: Tensor) -> Tensor:
+    variance = 10 - x  # negative for large elements
+    return nn.functional.gaussian_nll_loss(x.tanh(), torch.zeros_like(x), variance) + x
+
+
 GUARDS = {f.__name__: f for f in (
     raises, raises_if_not, asserts, raises_otherwise, mends, in_torch, validates,
+    within_torch,
 )}  # fmt: skip
 
 
@@ -131,6 +137,27 @@ def test_a_warning_is_left_out() -> None:
     x = torch.randn(4, 8)
     graph = capture(Model(warns), (x, torch.tensor(1.0))).graph
     assert not any(node.op.startswith("autopar.") for node in graph.nodes)
+
+
+def test_torch_asks_of_a_mask_only_what_it_may_leave_out() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    x, memory = torch.randn(2, 4, 6, 8, dtype=torch.float64).unbind()
+    mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return self.layer(x, memory, tgt_mask=mask + 0 * x.detach().sum()).square().mean()
+
+    model = Masked()
+    captured = capture(model, (x, memory))
+    given = {"x": x, "memory": memory, **captured.buffers, **dict(model.named_parameters())}
+    found = run(captured.graph, given)
+    torch.testing.assert_close(found["loss"], model(x, memory))
 
 
 @pytest.mark.parametrize("function", [both_sides, returns_early, chooses])
