@@ -35,6 +35,19 @@ def _run(*words: str) -> None:
         sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
 
 
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    """Limits what an interface sends to `rate`, a number and a unit: "100mbit", "1gbit"."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    bits = float(rate[:-4]) * units[rate[-4:]]
+    packet = 9000 if interface == "lo" else 1500
+    # A bucket saves up what an idle link could have sent. It holds two packets or a tenth of a
+    # millisecond, so that the first messages of a burst are not faster than the link.
+    burst = max(2 * packet + 28, round(bits / 8 * 1e-4))
+    shape = ("root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
+    _run("ip", "-n", namespace, "link", "set", interface, "mtu", str(packet))
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *shape)
+
+
 @contextmanager
 def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     """Two namespaces and the link between them, `rate` in each direction ("1gbit"); removed after.
@@ -56,8 +69,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
             _run(*within, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _run(*within, "link", "set", "lo", "up")
             _run(*within, "link", "set", host.interface, "up")
-            shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
-            _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
+            _limit(host.name, host.interface, rate)
         yield first, second
     finally:
         for host in hosts:  # the link goes with them
@@ -77,7 +89,6 @@ def several_hosts(count: int, rate: str, inside: str = "") -> Iterator[tuple[Hos
     switch = f"{tag}-s"
     hosts = tuple(Host(f"{tag}-{n}", f"10.213.78.{n + 1}", f"{tag}v{n}") for n in range(count))
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # past `finally`
-    shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
@@ -94,11 +105,10 @@ def several_hosts(count: int, rate: str, inside: str = "") -> Iterator[tuple[Hos
             _run(*within, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _run(*within, "link", "set", "lo", "up")
             _run(*within, "link", "set", host.interface, "up")
-            _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
-            _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+            _limit(host.name, host.interface, rate)
+            _limit(switch, port, rate)
             if inside:
-                slow = ("root", "tbf", "rate", inside, "burst", "256kb", "latency", "100ms")
-                _run("tc", "-n", host.name, "qdisc", "add", "dev", "lo", *slow)
+                _limit(host.name, "lo", inside)
         yield hosts
     finally:
         for name in (*(host.name for host in hosts), switch):  # the links go with them
