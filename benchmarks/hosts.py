@@ -35,6 +35,18 @@ def _run(*words: str) -> None:
         sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
 
 
+def _add(host: Host) -> None:
+    """Creates a namespace whose connections do not depend on what was sent over them before.
+
+    BBR, the default of some machines, paces by its estimate of the link and stops to probe it, and
+    a window that closes on an idle link opens in the time of the next call.
+    """
+    _run("ip", "netns", "add", host.name)
+    values = ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0", "tcp_no_metrics_save=1")
+    names = (f"net.ipv4.{value}" for value in values)
+    _run("ip", "netns", "exec", host.name, "sysctl", "-qw", *names)
+
+
 def _limit(namespace: str, interface: str, rate: str) -> None:
     """Limits what an interface sends to `rate`, a number and a unit: "100mbit", "1gbit"."""
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -60,7 +72,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # past `finally`
     try:
         for host in hosts:
-            _run("ip", "netns", "add", host.name)
+            _add(host)
         ends = (first.interface, "type", "veth", "peer", "name", second.interface)
         _run("ip", "link", "add", *ends)
         for host in hosts:
@@ -95,7 +107,7 @@ def several_hosts(count: int, rate: str, inside: str = "") -> Iterator[tuple[Hos
         _run("ip", "-n", switch, "link", "set", "br0", "up")
         for number, host in enumerate(hosts):
             port = f"{tag}p{number}"
-            _run("ip", "netns", "add", host.name)
+            _add(host)
             _run("ip", "link", "add", host.interface, "type", "veth", "peer", "name", port)
             _run("ip", "link", "set", host.interface, "netns", host.name)
             _run("ip", "link", "set", port, "netns", switch)

@@ -99,7 +99,7 @@ class StoredTraffic:
         apart: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
-        residual: bytes that compressed reductions keep from step to step.
+        residual: bytes that compressed reductions keep from step to step, and what a step replaces.
     """
 
     tensor: TensorType
@@ -214,7 +214,7 @@ def stored_traffic(
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
     part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
     states = rule.local_nbytes(own, part, mesh.size) if trained else 0.0
-    residual = float(sum(hop.residual for hop in hops))
+    residual = 2.0 * sum(hop.residual for hop in hops)
     return StoredTraffic(
         tensor, own, trained, seconds, nbytes, states, apart, max(levels), at_end, residual
     )

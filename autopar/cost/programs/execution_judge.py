@@ -8,13 +8,14 @@ what another one wrote or reads without having been told of it is in a race, wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.programs.execution_plan import ExecutionPlan, Operation, Part
+from autopar.cost.programs.promised_chunks import Value, promised_chunks
 from autopar.errors import CollectiveError
 
-Value = frozenset[tuple[int, int]]
 Place = tuple[int, str, int]  # rank, buffer, chunk
 Clock = dict[int, int]
 
@@ -59,7 +60,7 @@ class _Thread:
     number: int
     rank: int
     operations: tuple[Operation, ...]
-    channels: tuple[tuple[int, int, str], ...]  # peer, which of those to it, type
+    channels: dict[str, tuple[tuple[int, int, str], ...]]  # peer, which of those to it, type
     buffers: dict[str, tuple[tuple[int, str], ...]]
     clock: Clock
     after: set[int] = field(default_factory=set)
@@ -125,7 +126,10 @@ class _Trial:
                     seen[peer] += 1
             for block in gpu.threadblocks:
                 try:
-                    channels = tuple(ends[k, n] for k, ids in block.channels.items() for n in ids)
+                    channels = {
+                        kind: tuple(ends[kind, n] for n in ids)
+                        for kind, ids in block.channels.items()
+                    }
                     buffers = {
                         kind: tuple(gpu.remote[n][:2] for n in ids)
                         for kind, ids in block.buffers.items()
@@ -185,25 +189,29 @@ class _Trial:
             raise self._wrong(f"{name} is not judged", f"rank {thread.rank} has it")
         if done and name in _SIGNALS:
             for channel in operation.channels:
-                peer, which, kind = self._channel(thread, channel)
+                peer, which, kind = self._channel(thread, operation, channel)
                 sent = (dict(thread.clock), set(thread.after))
                 self.signals.setdefault((thread.rank, peer, which, kind), []).append(sent)
         return done
 
-    def _channel(self, thread: _Thread, number: int) -> tuple[int, int, str]:
-        if number >= len(thread.channels):
+    def _channel(self, thread: _Thread, operation: Operation, number: int) -> tuple[int, int, str]:
+        """Returns a channel of the operation's type; of the only one, if it names none."""
+        lists = thread.channels
+        kinds = [operation.channel_type] if operation.channel_type else [*lists]
+        known = lists.get(kinds[0], ()) if len(kinds) == 1 else ()
+        if number >= len(known):
             raise self._wrong(
                 f"rank {thread.rank} has no channel {number}",
-                f"its threadblock names {len(thread.channels)}",
+                f"its threadblock names {len(known)} for {operation.name}",
             )
-        return thread.channels[number]
+        return known[number]
 
     def _wait(self, thread: _Thread, operation: Operation) -> bool:
         keys = []
         for channel in operation.channels:
-            peer, which, kind = self._channel(thread, channel)
+            peer, which, kind = self._channel(thread, operation, channel)
             keys.append((peer, thread.rank, which, kind))
-        if not all(self.signals.get(key) for key in keys):
+        if any(len(self.signals.get(key, ())) < n for key, n in Counter(keys).items()):
             return False
         for key in keys:
             self._learn(thread, *self.signals[key].pop(0))
@@ -219,7 +227,7 @@ class _Trial:
             for key in keys:
                 self.semaphores[key].append((dict(thread.clock), set(thread.after)))
             return True
-        if not all(self.semaphores[key] for key in keys):
+        if any(len(self.semaphores[key]) < n for key, n in Counter(keys).items()):
             return False
         for key in keys:
             self._learn(thread, *self.semaphores[key].pop(0))
@@ -261,6 +269,8 @@ class _Trial:
         return True
 
     def _sum(self, thread: _Thread, operation: Operation) -> bool:
+        if (how := operation.more.get("reduce_op", "sum")) != "sum":
+            raise self._wrong(f"{operation.name} by {how!r:.80} is not judged", "sums are")
         sources = [self._places(thread, operation, part) for part in operation.source]
         targets = [self._places(thread, operation, part) for part in operation.target]
         if not sources or len({len(row) for row in (*sources, *targets)}) != 1:
@@ -339,7 +349,7 @@ class _Trial:
             for other, time in thread.clock.items():
                 own = known[thread.rank]
                 own[other] = max(own.get(other, 0), time)
-        for rank, buffer, chunk, wanted in self._wanted():
+        for rank, buffer, chunk, wanted in promised_chunks(self.plan):
             place = self._place(rank, buffer, chunk)
             cell = self.cells.get(place)
             if cell is None or cell.value != wanted:
@@ -354,36 +364,6 @@ class _Trial:
                     f"rank {rank} ends before chunk {chunk} is there",
                     f"it does not wait for rank {self.threads[writer].rank}, which writes it",
                 )
-
-    def _wanted(self) -> Iterator[tuple[int, str, int, Value]]:
-        """Yields the chunks that each GPU must have at the end."""
-        gpus, kind = self.plan.gpus, self.plan.collective
-        ranks = range(len(gpus))
-        result = "i" if self.plan.inplace and kind == "allreduce" else "o"
-        for rank, gpu in enumerate(gpus):
-            if kind == "allreduce":
-                for chunk in range(gpu.inputs):
-                    yield rank, result, chunk, frozenset((r, chunk) for r in ranks)
-            elif kind == "allgather":
-                for source in ranks:
-                    for chunk in range(gpus[source].inputs):
-                        place = source * gpus[source].inputs + chunk
-                        yield rank, "o", place, frozenset({(source, chunk)})
-            elif kind == "reducescatter":
-                for chunk in range(gpu.outputs):
-                    place = rank * gpu.outputs + chunk
-                    yield rank, "o", chunk, frozenset((r, place) for r in ranks)
-            elif kind == "alltoall":
-                each = gpu.inputs // len(gpus)
-                for source in ranks:
-                    for chunk in range(each):
-                        value = frozenset({(source, rank * each + chunk)})
-                        yield rank, "o", source * each + chunk, value
-            elif kind == "broadcast":
-                for chunk in range(gpu.inputs):
-                    yield rank, "i", chunk, frozenset({(0, chunk)})
-            else:
-                raise self._wrong(f"{kind} is not judged", "what it promises is not known")
 
     def _wrong(self, what: str, why: str) -> CollectiveError:
         return CollectiveError(what, where=f"{self.plan.collective} by {self.plan.name}", why=why)

@@ -29,6 +29,23 @@ COLLECTIVES = {
 _SMALL, _SIZE = Whole(0, 2**20), Whole(0, 2**64)
 _TYPES = ("memory", "port", "switch", "none")
 _NUMBERS = Row(_SMALL)
+# Other fields that MSCCL++ reads; they are kept as they are.
+_OF_PLAN = (
+    "reuse_resources",
+    "use_double_scratch_buffer",
+    "buffer_alignment",
+    "min_message_size",
+    "max_message_size",
+    "num_threads_per_block",
+)
+_OF_OPERATION = (
+    "reduce_op",
+    "tbg_info",
+    "barrier_id",
+    "num_threadblocks",
+    "semaphore_ids",
+    "iter_context",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class Operation:
         channels: on which it signals or waits, or by which it is done.
         channel_type: "memory", "port", "switch" or "".
         inner: what a pipeline repeats.
-        more: other fields, as they are.
+        more: other fields of MSCCL++, as they are.
     """
 
     name: str
@@ -140,7 +157,7 @@ class ExecutionPlan:
         protocol: "Simple", or "LL" if data travels in packets with flags.
         inplace: whether input and output are one buffer.
         gpus: by rank.
-        more: other fields of the file, as they are.
+        more: other fields of MSCCL++, as they are.
     """
 
     name: str
@@ -179,10 +196,8 @@ class ExecutionPlan:
                 where=where,
                 why=f"it is a {type(table).__name__}",
             )
-        known = ("name", "collective", "protocol", "inplace", "gpus")
-        fields = Fields(
-            {k: v for k, v in table.items() if k in known}, CollectiveError, "the plan", where
-        )
+        own = {k: v for k, v in table.items() if k not in _OF_PLAN}
+        fields = Fields(own, CollectiveError, "the plan", where)
         plan = cls(
             fields.take("name", Text()),
             fields.take("collective", Text(1000)),
@@ -192,7 +207,7 @@ class ExecutionPlan:
                 _gpu(entry, rank, where)
                 for rank, entry in enumerate(fields.take("gpus", Row(dict)))
             ),
-            {k: v for k, v in table.items() if k not in known},
+            {k: v for k, v in table.items() if k in _OF_PLAN},
         )
         fields.end()
         return plan
@@ -307,10 +322,8 @@ def _block(entry: dict[str, Any], where: str) -> Threadblock:
 
 
 def _operation(entry: dict[str, Any], where: str, depth: int = 0) -> Operation:
-    known = ("name", "src_buff", "dst_buff", "channel_ids", "channel_type", "ops")
-    fields = Fields(
-        {k: v for k, v in entry.items() if k in known}, CollectiveError, "the operation", where
-    )
+    own = {k: v for k, v in entry.items() if k not in _OF_OPERATION}
+    fields = Fields(own, CollectiveError, "the operation", where)
     inner = fields.take("ops", Row(dict), ())
     if inner and depth:
         raise CollectiveError(
@@ -323,7 +336,7 @@ def _operation(entry: dict[str, Any], where: str, depth: int = 0) -> Operation:
         tuple(fields.take("channel_ids", _NUMBERS, ())),
         fields.take("channel_type", Text(known=_TYPES), ""),
         tuple(_operation(each, where, 1) for each in inner),
-        {k: v for k, v in entry.items() if k not in known},
+        {k: v for k, v in entry.items() if k in _OF_OPERATION},
     )
     fields.end()
     return made

@@ -1,8 +1,9 @@
 """Measures the algorithms of collectives side by side, for `cost/programs/choice.py`.
 
 All ranks run one call at a time, and it takes as long as its slowest rank. The algorithms and the
-library's call take turns, so that a disturbance of the machine meets all of them. After each round
-those that are clearly slower drop out, and the time goes to the rest (successive halving: Jamieson
+library's call take turns, in an order that is drawn anew each time, so that a disturbance of the
+machine, or of a call by the one before it, meets all of them. After each round those that are
+clearly slower drop out, and the time goes to the rest (successive halving: Jamieson
 & Talwalkar, "Non-stochastic Best Arm Identification", AISTATS 2016).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +46,7 @@ class Round(NamedTuple):
 
 
 MOST = 100
-ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.1, 1.15), Round(7, 0.5, 1.0))
+ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(16, 1.0, 1.0))
 QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
 
 
@@ -130,11 +132,11 @@ def race(
     clock = partial(_slowest, everyone, device)
     first = {name: clock(run) for name, run in runs.items()}  # opens connections
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    racing = list(runs)
+    racing, dice = list(runs), random.Random(len(runs))  # the same order on all ranks
     for least, seconds, within in rounds:
         fastest = min(min(samples[name] or [first[name]]) for name in racing)
         for _ in range(max(least, min(round(seconds / fastest), MOST))):
-            for name in racing:
+            for name in dice.sample(racing, len(racing)):
                 samples[name].append(clock(runs[name]))
         # Few runs say little of the median, but other load on the machine only slows them down.
         most = within * min(min(samples[name]) for name in racing)

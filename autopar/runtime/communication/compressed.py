@@ -23,7 +23,34 @@ from autopar_kernels.registry import register
 
 _LIBRARY = register()  # keeps the operators registered
 _KERNELS = torch.ops.autopar_kernels
-Memory = dict[str, Tensor]
+
+
+class Memory(dict[str, Tensor]):
+    """What compressed reductions keep of a parameter from step to step, by their names.
+
+    A step that is not made must leave it as it was, so that what it replaces stays until then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[str, Tensor | None] = {}
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Replaces a tensor; what is not finite was sent, and is not kept."""
+        self._before.setdefault(name, self.get(name))
+        self[name] = value.nan_to_num(0.0, 0.0, 0.0).contiguous()
+
+    def settle(self, made: Tensor | None) -> None:
+        """Ends a step.
+
+        Args:
+            made: whether it is made, bool[] on the device; None if it is for certain.
+        """
+        for name, before in self._before.items():
+            if made is not None:
+                now = self[name]
+                self[name] = torch.where(made, now, 0.0 if before is None else before)
+        self._before.clear()
 
 
 def reduce_compressed(
@@ -59,17 +86,8 @@ def reduce_compressed(
         sums, own = _by_messages(group, method, given, dtype, dims)
     if method.feedback:
         for memory, x, part in zip(memories, given, own, strict=True):
-            _keep(memory, slot, x - part)
+            memory.keep(slot, x - part)
     return [total.to(dtype) for total in sums]
-
-
-def _keep(memory: Memory, name: str, value: Tensor) -> None:
-    """Keeps a tensor in place of the last one; what is not finite was sent, and is not kept."""
-    value = value.nan_to_num(0.0, 0.0, 0.0)
-    if name in memory:
-        memory[name].copy_(value)
-    else:
-        memory[name] = value.contiguous()
 
 
 Rows = list[Tensor]  # of each gradient [parts, n], a row for each receiver or from each sender
@@ -205,7 +223,7 @@ def _by_factors(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns sums, each factor of all tensors in one all_reduce, and what this rank sent."""
     prefix = f"{slot}_"
-    kept: list[Memory] = [
+    kept: list[dict[str, Tensor]] = [
         {key.removeprefix(prefix): memory[key] for key in memory if key.startswith(prefix)}
         for memory in memories
     ]
@@ -230,5 +248,5 @@ def _by_factors(
                 own.append(part.view(x.shape))
     for memory, mine in zip(memories, kept, strict=True):
         for key, value in mine.items():
-            _keep(memory, prefix + key, value)
+            memory.keep(prefix + key, value)
     return sums, own

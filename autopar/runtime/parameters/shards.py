@@ -55,7 +55,7 @@ class Weight:
     hops: tuple[Hop, ...]
     sent: torch.dtype
     block: str = ""
-    memory: Memory = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Returns its collectives at one time of a step."""

@@ -245,6 +245,7 @@ class Update:
         wanted = self.check.wanted or bound is not None or self.scaler is not None
         nothing = torch.zeros((), dtype=torch.float64, device=seen.loss.device)
         outcome = self.check.decide(squares() if wanted else nothing, seen, self.scaler)
+        _settle(self._weights, outcome.made)
         self.check.read(seen, self._named)
         norm = outcome.norm / scale
         if kernel is not None:
@@ -289,6 +290,7 @@ class Update:
             clip(weights.gradients, norm, self.training.clip_norm)
         self.optimizer.step()
         self._averaged(weights.trained)
+        _settle([weights], None)
         weights.gather(self.written)
         for parameter in weights.trained:
             parameter.grad = None
@@ -327,3 +329,10 @@ class Update:
             self.scaler.load_state_dict(state["scaler"])
         if "check" in state:
             self.check.load_state_dict(state["check"])
+
+
+def _settle(weights: Sequence[Weights], made: Tensor | None) -> None:
+    """Ends a step for what compressed reductions keep; see `Memory.settle`."""
+    for each in weights:
+        for weight in each.all:
+            weight.memory.settle(made)

@@ -145,6 +145,11 @@ def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | 
             "does not name",
         ),
         (halves().replace("allreduce", "gossip"), "not judged"),
+        (halves().replace('"sum"', '"max"', 1), "by 'max' is not judged"),
+        (changed(halves(), 0, 0, 1, {**WAIT, "channel_ids": [0, 0]}), "wait for one another"),
+        (changed(halves(), 0, 0, 1, {**WAIT, "channel_type": "port"}), "no channel 0"),
+        (plan([]), "equal inputs"),
+        (halves().replace('"input_chunks": 4', '"input_chunks": 8', 1), "equal inputs"),
     ],
 )  # fmt: skip
 def test_broken_plans_are_caught(text: str, says: str) -> None:
@@ -197,11 +202,13 @@ def test_semaphores_join_threadblocks_of_one_gpu() -> None:
         ('{"type": "i", "index": 0, "size": 2}', '{"type": "z", "index": 0, "size": 2}'),
         ('"gpus"', '"cpus"'),
         ("{", "["),
+        ('"inplace": true', '"inplace": true, "telepathy": 1'),
+        ('"reduce_op": "sum"', '"reduce_op": "sum", "telepathy": 1'),
     ],
 )
 def test_damaged_files_are_refused_by_name(old: str, new: str) -> None:
     assert old in halves()
-    with pytest.raises(CollectiveError):
+    with pytest.raises(CollectiveError, match="telepathy" if "telepathy" in new else None):
         ExecutionPlan.parse(halves().replace(old, new, 1))
 
 

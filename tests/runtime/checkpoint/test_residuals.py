@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import NonFiniteError
 from autopar.pins import data_parallel
 from tests.support.ranks import run_ranks
 
@@ -28,7 +29,7 @@ def loss(output: Tensor) -> Tensor:
     return (output - output.detach().roll(1, 0)).square().mean()
 
 
-def session_of(mesh: str, gradients: str, state: str, stages: int = 1) -> Any:
+def session_of(mesh: str, gradients: str, state: str, stages: int = 1, **more: Any) -> Any:
     return autopar.compile(
         model(),
         mesh,
@@ -39,6 +40,7 @@ def session_of(mesh: str, gradients: str, state: str, stages: int = 1) -> Any:
         gradients=gradients,
         stages=stages,
         microbatches=2,
+        **more,
     )
 
 
@@ -111,3 +113,34 @@ def test_other_devices_owe_the_same_in_all(tmp_path: Path, before: str, after: s
         assert isinstance(owed, Tensor)
         assert owed.shape == shape
         torch.testing.assert_close(now, owed, rtol=1e-14, atol=1e-16)
+
+
+def around_bad_steps(cases: list[tuple[str, str, str]]) -> None:
+    """Steps that are not made change nothing, wherever the bad number is, and training goes on."""
+    bad = BATCH["input"].clone()
+    bad[-1, 3] = torch.nan  # of the last rank
+    for gradients, state, policy in cases:
+        losses = []
+        for batches in ([BATCH] * 4, [BATCH, BATCH, {"input": bad}, BATCH, BATCH]):
+            session = session_of(TWO, gradients, state, on_nonfinite=policy, clip_norm=0.01)
+            losses.append([])
+            for batch in batches:
+                before = memories(session)
+                if batch["input"] is not bad:
+                    losses[-1].append(session.step(**batch).item())
+                    continue
+                if policy == "raise":
+                    with pytest.raises(NonFiniteError, match="NaN"):
+                        session.step(**batch)
+                else:
+                    session.step(**batch)
+                for name, memory in memories(session).items():
+                    for slot, tensor in memory.items():
+                        assert torch.equal(tensor, before[name][slot]), (gradients, name, slot)
+            session.close()
+        assert losses[0] == losses[1], gradients
+
+
+def test_a_step_that_is_not_made_leaves_what_is_owed() -> None:
+    cases = [("1-bit", "ddp", "skip"), ("top-k 5 %", "zero2", "raise")]
+    run_ranks(around_bad_steps, [*cases, ("powersgd rank 2", "ddp", "skip")], count=2)
