@@ -5,8 +5,9 @@ form and by torch.distributed.tensor.experimental, whose ring takes any kernel; 
 the one of F.scaled_dot_product_attention. All take turns in one run. Torch's balanced ring gets its
 operands in the zigzag order, for which its users deal the batch; ours are contiguous, and
 the seconds contain that. `written_mib` are the results of operators other than kernels of attention
-and collectives, by the rank that writes most: copies, sums and merges. Errors are those of the result and of all gradients against float64 in one
-process. Writes results/context_parallel.csv and prints the table of docs/results/runtime.md.
+and collectives, on the rank that writes most: copies, sums and merges. Errors are those of the
+result and of all gradients against float64 in one process. Writes results/context_parallel.csv and
+prints the table of docs/results/runtime.md.
 """
 
 from __future__ import annotations
@@ -127,19 +128,13 @@ def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[st
 class _Written(TorchDispatchMode):
     """Counts the bytes that operators write, apart from attention and communication."""
 
+    OTHERS = ("c10d", "attention", "empty", "view")
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        schema, name = func._schema, str(func)
-        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if not (
-            views
-            or name.startswith(("c10d", "_c10d"))
-            or "attention" in name
-            or "empty" in name
-            or "view" in name
-        ):
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not (views or any(part in str(func) for part in self.OTHERS)):
             results = out if isinstance(out, tuple | list) else [out]
             self.nbytes += sum(x.nbytes for x in results if isinstance(x, Tensor))
         return out

@@ -22,7 +22,7 @@ from autopar.operators.attention.partial_attention import (
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
 from autopar.operators.attention.sums import GradientSum, Result
-from autopar.operators.peer_devices import Peers, flattened, widened
+from autopar.operators.peer_devices import Peers, flattened
 
 
 @dataclass(frozen=True)
