@@ -4,8 +4,10 @@ Causal attention of a sequence that gloo ranks of this machine split, forwards a
 form and by torch.distributed.tensor.experimental, whose ring takes any kernel; on CPUs that is
 the one of F.scaled_dot_product_attention. All take turns in one run. Torch's balanced ring gets its
 operands in the zigzag order, for which its users deal the batch; ours are contiguous, and
-the seconds contain that. Errors are those of the result and of all gradients against float64 in one
-process. Writes results/context_parallel.csv and prints the table of docs/results/runtime.md.
+the seconds contain that. `written_mib` are the results of operators other than kernels of attention
+and collectives, on the rank that writes most: copies, sums and merges. Errors are those of the
+result and of all gradients against float64 in one process. Writes results/context_parallel.csv and
+prints the table of docs/results/runtime.md.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.mesh import Mesh
 from autopar.operators.attention.sequences import Parcel, contiguous, dealt, zigzag
@@ -105,6 +108,7 @@ def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[st
     for form, (rotation, balanced) in PAIRS.items():
         calls[form, "here"] = ours(mesh, form, parts, length)
         calls[form, "torch"] = torchs(rotation, balanced, there if balanced else parts)
+    written = {key: written_by(call) for key, call in calls.items()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     results: dict[tuple[str, str], list[Tensor]] = {}
     for _ in range(rounds + 1):
@@ -117,7 +121,30 @@ def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[st
             if key[1] == "torch" and PAIRS[key[0]][1]:
                 found = tuple(dealt([Parcel(x, turned, flat) for x in found], group)())
             results[key] = [group.gather(x.contiguous(), 2, length) for x in found]
-    return {"seconds": {key: times[1:] for key, times in seconds.items()}, "results": results}
+    times = {key: each[1:] for key, each in seconds.items()}
+    return {"seconds": times, "results": results, "written": written}
+
+
+class _Written(TorchDispatchMode):
+    """Counts the bytes that operators write, apart from attention and communication."""
+
+    OTHERS = ("c10d", "attention", "empty", "view")
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not (views or any(part in str(func) for part in self.OTHERS)):
+            results = out if isinstance(out, tuple | list) else [out]
+            self.nbytes += sum(x.nbytes for x in results if isinstance(x, Tensor))
+        return out
+
+
+def written_by(call: Call) -> float:
+    """Mebibytes that a call writes beside its kernels of attention and collectives."""
+    with _Written() as count:
+        call()
+    return count.nbytes / 2**20
 
 
 def row(form: str, made: dict[str, Any], known: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -135,6 +162,8 @@ def row(form: str, made: dict[str, Any], known: tuple[Tensor, ...]) -> dict[str,
         "ms": round(1e3 * here, 1),
         "torch_ms": round(1e3 * there, 1),
         "ratio": round(statistics.median(a / b for a, b in pairs), 3),
+        "written_mib": round(made["written"][form, "here"]),
+        "torch_written_mib": round(made["written"][form, "torch"]),
         "error": f"{error('here'):.1e}",
         "torch_error": f"{error('torch'):.1e}",
     }
@@ -150,7 +179,9 @@ def main() -> None:
     given = parser.parse_args()
     dtype = getattr(torch, given.dtype)
     known = whole(given.length, dtype)
-    made = run_ranks(on_rank, given.ranks, given.length, dtype, given.rounds, count=given.ranks)[0]
+    ranks = run_ranks(on_rank, given.ranks, given.length, dtype, given.rounds, count=given.ranks)
+    made = ranks[0]
+    made["written"] = {key: max(rank["written"][key] for rank in ranks) for key in made["written"]}
     shape = {"ranks": given.ranks, "tokens": given.length, "dtype": given.dtype}
     rows = [{**shape, **row(form, made, known)} for form in PAIRS]
     print(f"wrote {write('context_parallel', rows, keys=('ranks', 'tokens', 'dtype', 'form'))}")

@@ -12,7 +12,6 @@ import os
 import sys
 import sysconfig
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
+from autopar.capture.expert_loops import ExpertLoops
+from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
+from autopar.capture.row_counts import RowCounts
 from autopar.capture.selected import apply, selects
 from autopar.capture.torch_functions import opened
 from autopar.capture.traced import BY_MASK
@@ -63,66 +65,6 @@ def current() -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Lost:
-    """A reason why a call cannot be part of a captured model."""
-
-    what: str
-    why: str
-    todo: str
-
-
-_PRINTED = _Lost(
-    "a tensor is printed",
-    "a model is captured once, without values; in training nothing would be printed",
-    "remove it from forward, or return the value with the model's outputs",
-)
-_HOOKED = _Lost(
-    "a hook is registered on a tensor",
-    "a captured model has no hooks: the gradient would differ",
-    "replace the hook by operators, or by a torch.library.custom_op with register_autograd",
-)
-_LOST = {
-    "__repr__": _PRINTED,
-    "__format__": _PRINTED,
-    "register_hook": _HOOKED,
-    "register_post_accumulate_grad_hook": _HOOKED,
-    "backward": _Lost(
-        "backward is called in forward",
-        "autopar computes the gradients of the loss that forward returns",
-        "return the loss, and leave backward and the optimizer to program.step",
-    ),
-}
-_UNCREATED = _Lost(
-    "torch.autograd.grad without create_graph=True",
-    "its result would get a gradient that it has not in the model",
-    "pass create_graph=True and detach the result, or differentiate it as well",
-)
-_FROZEN = _Lost(
-    "forward switches a parameter's gradient on or off",
-    "in a plan each parameter is either trained or frozen",
-    "set requires_grad before compile, or use weight.detach() here",
-)
-_INFERENCE = _Lost(
-    "torch.inference_mode is on",
-    "a trace does not record it",
-    "write `with torch.no_grad():`",
-)
-_SWITCHED = _Lost(
-    "gradients are switched on inside an autocast block, and off around it",
-    "torch.export does not record it",
-    "put the autocast block inside torch.enable_grad()",
-)
-_HIDDEN = _Lost(
-    "an operator switches gradients off by itself",
-    "a trace does not record it",
-    "write `with torch.no_grad():` around the operator without _no_grad_ in its name",
-)
-_GENERATOR = _Lost(
-    "random numbers are drawn from the model's own generator",
-    "a program cannot hold its state, which is not a tensor",
-    "omit generator=, and seed with torch.manual_seed",
-)
 _BY_SIZE = {
     "__getitem__": "for x[mask] and x[:n] use torch.where(mask, x, 0) or x * mask, which keep "
     "the size",
@@ -151,6 +93,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.failed = self.opaque = ""
         self._gradients = GradientsInAutocast()
+        self._loops, self._counts = ExpertLoops(), RowCounts()
 
     def __torch_function__(
         self,
@@ -162,20 +105,24 @@ class Watch(TorchFunctionMode):
         """Calls `func`; raises CaptureError if the call or its result cannot be part of a graph."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", func))
-        lost = _lost(func, name, args, kwargs)
+        lost = lost_call(func, name, args, kwargs)
         if name == "_set_grad_enabled" and not self._gradients.switch(args[0]):
-            lost = _SWITCHED
+            lost = SWITCHED
         if lost is not None:
             raise CaptureError(lost.what, where=current(), why=lost.why, todo=lost.todo)
-        if name == "__get__" and _accessed(func) == "data":
+        if name == "__get__" and accessed(func) == "data":
             func = Tensor.detach  # equal in values, and traceable
-        if name in ("requires_grad_", "__get__") and _accessed(func) in ("", "data"):
+        if name in ("requires_grad_", "__get__") and accessed(func) in ("", "data"):
             self.opaque = current()
         truth = assumed(name, args, sys._getframe(1), current())
         if truth is not None:
             return truth
         if selects(name, (*args, *kwargs.values())):
             return apply(func, args, kwargs, self._gradients.off)
+        for stand_ins in (self._counts, self._loops):
+            result = stand_ins.call(func, name, args, kwargs)
+            if result is not NotImplemented:
+                return result
         inside = opened(func)
         try:
             with self if inside else nullcontext():
@@ -188,6 +135,8 @@ class Watch(TorchFunctionMode):
                 raise taken_out(current())
             if isinstance(item, Tensor) and not item.is_sparse:
                 _refuse_unknown_sizes(item, name)
+        self._loops.note(name, args, kwargs, result)
+        self._counts.note(name, args, result)
         return result
 
 
@@ -199,37 +148,6 @@ def taken_out(where: str = "") -> CaptureError:
         why="values are not known when a model is captured",
         todo="keep it a tensor: no .item(), int(), float() or .tolist() in forward",
     )
-
-
-def _accessed(func: Any) -> str:
-    """Returns the attribute of a getter or setter, "" if `func` is neither."""
-    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
-
-
-def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Lost | None:
-    if torch.is_inference_mode_enabled():
-        return _INFERENCE
-    if name.startswith("_no_grad_"):
-        return _HIDDEN
-    if isinstance(kwargs.get("generator"), torch.Generator):
-        return _GENERATOR
-    if func is torch.autograd.grad:
-        return None if kwargs.get("create_graph") else _UNCREATED
-    switches = name == "requires_grad_" or (
-        name == "__set__" and _accessed(func) == "requires_grad"
-    )
-    if switches and args and isinstance(args[0], nn.Parameter):
-        return _FROZEN
-    reason = _LOST.get(name)
-    return None if reason is _PRINTED and _within_torch() else reason
-
-
-def _within_torch() -> bool:
-    """Returns whether torch itself formats a tensor, for one of its messages."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.endswith(("overrides.py", "_tensor.py")):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
 def _refuse_unknown_sizes(tensor: Tensor, name: str) -> None:

@@ -35,8 +35,11 @@ class Peers(Protocol):
         """Returns the maximum over all devices, on each."""
         ...
 
-    def stack(self, x: Tensor) -> Tensor:
-        """Stacks the tensors of all devices, of equal shapes, along a new first dimension."""
+    def stack(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to stack the tensors of all devices, of equal shapes, along a new dimension 0.
+
+        What is returned waits for the stack.
+        """
         ...
 
     def blocks(self, extent: int) -> list[tuple[int, int]]:
@@ -52,11 +55,14 @@ class Peers(Protocol):
         """Returns where `stack` has the tensor of the device with each part."""
         ...
 
-    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Starts to send `sent[i]` to the device with part i, and returns what waits for the rest.
+    def deal(
+        self, sent: Sequence[Sequence[Tensor]], takes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts to send tensors `sent[i]` to the device with part i.
 
-        All tensors are flat. What is returned gives the tensors that the others sent, `takes[i]`
-        elements from part i.
+        At least one tensor is given, though it may be empty. What is returned waits for what the
+        others sent, and gives it as flat tensors, `takes[i]` elements from part i. Tensors for
+        this device itself are not copied: of them it gives an empty tensor.
         """
         ...
 
@@ -89,6 +95,16 @@ class Devices(Protocol):
     def group(self, axes: Axes) -> Peers:
         """Returns the devices along one axis or several, outermost first."""
         ...
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the elements of one tensor or more in a flat one, each copied once if at all."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    row = tensors[0].new_empty(sum(x.numel() for x in tensors))
+    for x, part in zip(tensors, row.split([x.numel() for x in tensors]), strict=True):
+        part.view(x.shape).copy_(x)
+    return row
 
 
 def widened(x: Tensor) -> Tensor:

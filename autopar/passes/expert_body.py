@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.rewrite import argument, dimension, number
 from autopar.operators.activation import ACTIVATIONS
+from autopar.operators.mixture import GROUPED
 
-GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback", GROUPED)
 _END = 2**63 - 1
 _HALVED = {"": ("up",), "concatenated": ("gate", "up"), "interleaved": ("gate", "up")}
 _NAMES = {
@@ -102,8 +103,8 @@ def _product(node: Node, graph: Graph) -> Product | None:
     rows, weight, ends = (arg.name if isinstance(arg, Ref) else "" for arg in node.args[:3])
     if not (rows and weight and ends) or len(graph[weight].type.shape) != 3:
         return None
-    turned, maker = True, graph[weight]
-    if maker.op == "aten.transpose.int" and maker.args[1:] in ((1, 2), (-2, -1), (2, 1)):
+    turned, maker = node.op != GROUPED, graph[weight]
+    if turned and maker.op == "aten.transpose.int" and maker.args[1:] in ((1, 2), (-2, -1), (2, 1)):
         turned, weight = False, maker.inputs[0]
     return Product(rows, weight, turned, bias, ends, chosen)
 

@@ -3,7 +3,8 @@
 Sorting by expert moves a token's rows anywhere, so that no dimension between the sort and its
 inverse can be split. The mixture as a whole can be, see mixture.py. The pass matches transformers'
 `grouped_mm_experts_forward`, up to casts: in bfloat16 with torch's grouped product, in other dtypes
-with that of transformers. `expert_body.py` reads what an expert itself computes.
+with that of transformers; and rows that are sorted, cut by their counts and added up again.
+`expert_body.py` reads what an expert itself computes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,29 @@ _TEXT = """
 %each = aten.reshape(%back, SHAPE) : ()
 %total = aten.sum.dim_IntList(%each, (1,)) : ()
 """
-_PATTERN = Pattern(_TEXT, {})
+# With counts by a scatter of ones, and without the inverse of the sort (JetMoe).
+_SCATTERED = """
+%flat = aten.reshape(%ids, ROWS) : ()
+%sorted = aten.sort(%flat, 0) : ()
+%places = getitem(%sorted, 1) : ()
+%none = aten.zeros((TOKENS, EXPERTS)) : ()
+%marked = aten.scatter.value(%none, 1, %ids, 1) : ()
+%ones = aten.to.dtype(%marked, i64) : ()
+%counts = aten.sum.dim_IntList(%ones, (0,)) : ()
+%ends = aten.cumsum(%counts, 0, dtype=i32) : ()
+%tokens = aten.div.Tensor_mode(%places, CHOICES, rounding_mode='trunc') : ()
+%rows = aten.index.Tensor(%x, (%tokens,)) : ()
+%weight = aten.reshape(%weights, ROWS) : ()
+%picked = aten.index.Tensor(%weight, (%places,)) : ()
+%scale = aten.unsqueeze(%picked, 1) : ()
+%scaled = aten.mul.Tensor(%found, %scale) : ()
+%empty = aten.zeros((TOKENS, WIDTH)) : ()
+%total = aten.index_add(%empty, 0, %tokens, %scaled) : ()
+"""
+_PATTERNS = {
+    "aten.sum.dim_IntList": Pattern(_TEXT, {}),
+    "aten.index_add": Pattern(_SCATTERED, {}),
+}
 _LOOP = "transformers.grouped_mm_fallback"
 
 
@@ -69,7 +92,7 @@ def find_mixtures(graph: Graph) -> Graph:
     A parameter that holds both, one behind the other, becomes two pieces where it is whole and has
     no other reader.
     """
-    ends = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList"]
+    ends = [node for node in graph.nodes if node.op in _PATTERNS]
     mixtures = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
     totals = {mixture.total: mixture for mixture in mixtures}
     apart = {
@@ -179,7 +202,8 @@ def _pieces(node: Node, dim: int, editor: Editor) -> tuple[Ref, Ref]:
 
 def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     """Returns the mixture that ends in a sum, None if there is none."""
-    bound = _PATTERN.match(node, graph)
+    pattern = _PATTERNS[node.op]
+    bound = pattern.match(node, graph)
     found = None if bound is None else bound["found"]
     body = find_body(found.name, graph) if isinstance(found, Ref) else None
     if bound is None or body is None:
@@ -188,7 +212,7 @@ def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     parts = [("rows", into.rows), ("ends", into.ends)]
     parts += [("chosen", product.chosen) for product in (into, out) if product.bias]
     for at, name in parts:
-        bound = bound and _PATTERN.match(graph[name], graph, at, bound)
+        bound = bound and pattern.match(graph[name], graph, at, bound)
     if bound is None:
         return None
     values = {key: graph[ref.name] for key, ref in bound.items() if isinstance(ref, Ref)}
@@ -198,10 +222,11 @@ def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     wide = inner * (2 if body.halves else 1)
     sizes: dict[str, Arg] = {"EXPERTS": experts, "LAST": experts - 1}
     sizes |= {"CHOICES": ids.type.shape[-1], "COUNT": ids.type.numel}
-    sizes |= {"SHAPE": (*ids.type.shape, width)}
+    sizes |= {"SHAPE": (*ids.type.shape, width), "ROWS": (ids.type.numel,)}
+    sizes |= {"TOKENS": ids.type.shape[0], "WIDTH": width}
     total = _cast(node, graph, x.type.dtype)
     flat = len(x.type.shape) == len(ids.type.shape) == 2
-    fits = flat and all(bound[key] == size for key, size in sizes.items())
+    fits = flat and all(bound.get(key, size) == size for key, size in sizes.items())
     fits = fits and graph[into.weight].type.shape == (
         (experts, width, wide) if into.turned else (experts, wide, width)
     )

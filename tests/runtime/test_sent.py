@@ -58,15 +58,18 @@ class Peers:
     def order_of_blocks(self) -> Sequence[int]:
         return range(self.size)
 
-    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        nbytes = sum(x.nbytes for x in sent)
-        kind = "send" if sum(bool(x.numel()) for x in sent) == 1 else "all_to_all"
-        self.ledger.calls.append(Collective(kind, self.axes, nbytes))
-        return lambda: [sent[0].new_zeros(count) for count in takes]
+    def deal(
+        self, sent: Sequence[Sequence[Tensor]], takes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        every = [x for row in sent for x in row]
+        receivers = sum(any(x.numel() for x in row) for row in sent)
+        kind = "send" if receivers == 1 else "all_to_all"
+        self.ledger.calls.append(Collective(kind, self.axes, sum(x.nbytes for x in every)))
+        return lambda: [every[0].new_zeros(count if at else 0) for at, count in enumerate(takes)]
 
-    def stack(self, x: Tensor) -> Tensor:
+    def stack(self, x: Tensor) -> Callable[[], Tensor]:
         self.ledger.calls.append(Collective("all_gather", self.axes, x.nbytes))
-        return torch.stack([x] * self.size)
+        return lambda: torch.stack([x] * self.size)
 
     def sum_parts(self, x: Tensor) -> Tensor:
         self.ledger.calls.append(Collective("reduce_scatter", self.axes, x.nbytes))

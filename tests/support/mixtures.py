@@ -95,6 +95,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"],
         **_NARROW,
     },
+    "Dbrx": {
+        "d_model": 16,
+        "n_heads": 2,
+        "n_layers": 1,
+        "max_seq_len": 32,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "JetMoe": {"num_local_experts": 4, **_TWO, "kv_channels": 8},
     "Custom": {},
 }
 

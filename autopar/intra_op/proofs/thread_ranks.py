@@ -56,8 +56,9 @@ class _ThreadPeers:
     def maximum(self, x: Tensor) -> Tensor:
         return torch.stack(self.table.swap(self.index, x.detach().clone())).amax(0)
 
-    def stack(self, x: Tensor) -> Tensor:
-        return torch.stack(self.table.swap(self.index, x.detach().clone()))
+    def stack(self, x: Tensor) -> Callable[[], Tensor]:
+        stacked = torch.stack(self.table.swap(self.index, x.detach().clone()))
+        return lambda: stacked
 
     def blocks(self, extent: int) -> list[tuple[int, int]]:
         return blocks(tuple(map(self.mesh.axis_size, self.axes)), extent)
@@ -65,11 +66,16 @@ class _ThreadPeers:
     def order_of_blocks(self) -> Sequence[int]:
         return range(self.size)
 
-    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        dealt = self.table.swap(self.index, [x.detach().clone() for x in sent])
-        taken = [pieces[self.index] for pieces in dealt]
-        if [x.numel() for x in taken] != list(takes):
-            raise ValueError(f"{takes} elements are awaited, {[x.numel() for x in taken]} come")
+    def deal(
+        self, sent: Sequence[Sequence[Tensor]], takes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        nothing = next(x for pieces in sent for x in pieces).new_empty(0)
+        rows = [torch.cat([nothing, *(x.detach().reshape(-1) for x in row)]) for row in sent]
+        taken = [pieces[self.index] for pieces in self.table.swap(self.index, rows)]
+        taken[self.index] = nothing
+        awaited = [0 if at == self.index else count for at, count in enumerate(takes)]
+        if [x.numel() for x in taken] != awaited:
+            raise ValueError(f"{awaited} elements are awaited, {[x.numel() for x in taken]} come")
         return lambda: taken
 
     def sum_parts(self, x: Tensor) -> Tensor:

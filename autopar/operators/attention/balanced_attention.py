@@ -20,9 +20,9 @@ from autopar.operators.attention.partial_attention import (
     partial_attention,
     partial_gradients,
 )
-from autopar.operators.attention.ring_attention import unattended
 from autopar.operators.attention.sequences import Order, Parcel, Run, contiguous, dealt
-from autopar.operators.peer_devices import Peers, widened
+from autopar.operators.attention.sums import GradientSum, Result
+from autopar.operators.peer_devices import Peers
 
 BLOCKS = 8  # of queries, for each device
 
@@ -107,7 +107,7 @@ class _BalancedAttention(torch.autograd.Function):
             ],
             peers,
         )()
-        out, lse = unattended(query, keys, values, how)
+        out, lse = Result(query, keys, values, how).total()
         blocks = [(at, run[1], span(spans, run)) for at, run in _places(order[peers.index])]
         for at, count, (low, high) in blocks:
             if low < high:
@@ -139,20 +139,18 @@ class _BalancedAttention(torch.autograd.Function):
             ],
             ctx.peers,
         )()
-        given = widened(given)
-        after = lse, given, (given * out).sum(-1, keepdim=True), out
-        sums = [torch.zeros_like(x, dtype=given.dtype) for x in (query, keys, values)]
+        sums = [GradientSum(x) for x in (query, keys, values)]
         for at, count, (low, high) in ctx.blocks:
             if low < high:
                 part = query.narrow(-2, at, count), keys[..., low:high, :], values[..., low:high, :]
                 cut = mask.narrow(-2, at, count)[..., low:high]
-                near = [x.narrow(-2, at, count) for x in after]
+                near = [x.narrow(-2, at, count) for x in (lse, given, out)]
                 found = partial_gradients(part, cut, ctx.how, 0, near)
-                sums[0].narrow(-2, at, count).add_(found.query)
-                sums[1][..., low:high, :].add_(found.key)
-                sums[2][..., low:high, :].add_(found.value)
-        home = [Parcel(sums[0].to(query.dtype), order, rows)]
-        home += [Parcel(total, every, columns) for total in sums[1:]]
+                sums[0].add((at, count), found.query)
+                sums[1].add((low, high - low), found.key)
+                sums[2].add((low, high - low), found.value)
+        home = [Parcel(sums[0].total().to(query.dtype), order, rows)]
+        home += [Parcel(total.total(), every, columns) for total in sums[1:]]
         into, into_key, into_value = dealt(home, ctx.peers)()
         return (
             into, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None, None,
@@ -175,7 +173,7 @@ def _spans(mask: Tensor, peers: Peers, size: int) -> list[Run]:
     blocks = peers.blocks(size)
     longest = max(count for _, count in blocks)
     padded = torch.nn.functional.pad(ends, (0, 0, 0, longest - len(ends)))
-    stacked = peers.stack(padded).tolist()
+    stacked = peers.stack(padded)().tolist()
     parts = (
         stacked[row][:count]
         for row, (_, count) in zip(peers.order_of_blocks(), blocks, strict=True)

@@ -26,6 +26,8 @@ def fuses(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> bool:
         return False
     if (ahead == 0 and query.shape[-2] != key.shape[-2]) or 0 in (*query.shape, *key.shape):
         return False
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        return False
     if query.device.type == "cpu":
         return query.is_floating_point()
     return query.is_cuda and query.dtype in _HALVES and query.shape[-1] % 8 == 0
@@ -55,14 +57,14 @@ def fused_gradients(
 
     Args:
         tensors: query, key and value, as in `fused`.
-        given: the gradient of the result.
+        given: the gradient of the result, in the dtype of the queries.
         whole: the result and its lse over all keys, [batch, heads, queries, 1].
         causal, scale: as in `fused`.
     """
     query, key, value = tensors
-    operators, out = torch.ops.aten, whole[0].to(query.dtype).contiguous()
-    lse = whole[1].squeeze(-1).contiguous()
-    operands = given.to(query.dtype).contiguous(), query, key, value, out, lse
+    operators, lse = torch.ops.aten, whole[1].squeeze(-1).contiguous()
+    given, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (given, whole[0]))
+    operands = given, query, key, value, out, lse
     if query.device.type == "cpu":
         kernel = operators._scaled_dot_product_flash_attention_for_cpu_backward
         found = kernel(*operands, 0.0, causal, scale=scale)

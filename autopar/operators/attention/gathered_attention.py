@@ -1,8 +1,15 @@
-"""Attention over keys and values that are gathered for it, forwards and again backwards."""
+"""Attention over keys and values that are gathered for it, forwards and again backwards.
+
+Keys and values travel in one buffer of rows, one for each position, so that those of all devices
+lie one after the other as they arrive. Under a causal mask a device attends to its own keys
+meanwhile.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +17,9 @@ import torch
 from torch import Tensor
 
 from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, Turn, packed, unattended, unpacked
-from autopar.operators.attention.sequences import length
-from autopar.operators.peer_devices import widened
+from autopar.operators.attention.ring_attention import Ring, Turn
+from autopar.operators.attention.sequences import Run, length
+from autopar.operators.attention.sums import GradientSum, Result
 
 
 def gathered_attention(
@@ -44,9 +51,10 @@ class _GatheredAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        out, lse = unattended(query, key, value, how)
-        part = Turn(query, *_gathered(key, value, ring), mask, how, _cut(ring), 0)
-        part.attend(out, lse)
+        parts = Result(query, key, value, how)
+        for turn, _ in _Rows(key, value, ring).turns(query, mask, how):
+            turn.attend(parts)
+        out, lse = parts.total()
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
         ctx.how, ctx.ring = how, ring
@@ -57,23 +65,22 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        part = Turn(query, *_gathered(key, value, ring), mask, ctx.how, _cut(ring), 0)
-        given = widened(gradients[0])
-        after = lse, given, (given * out).sum(-1, keepdim=True), out
-        sums = [torch.zeros_like(x, dtype=given.dtype) for x in (query, part.key, part.value)]
+        rows = _Rows(key, value, ring)
         additive = ctx.needs_input_grad[3]
-        into_mask = torch.zeros_like(mask, dtype=given.dtype) if additive else None
-        part.differentiate(after, (*sums, into_mask))
-        rows = []
-        for device in ring.keys:
-            ((start, count),) = device
-            keys, values = (x.narrow(-2, start, count) for x in sums[1:])
-            rows.append(packed(keys, values, ring.longest()))
-        own = ring.peers.sum_parts(torch.stack(rows))
-        count = length(ring.keys[ring.peers.index])
-        into_key, into_value = unpacked(own, (key, value), ring.longest(), count)
+        into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
+        into, met = GradientSum(query), 0
+        owed = lse.new_empty((sum(map(length, ring.keys)), rows.width))
+        for turn, run in rows.turns(query, mask, ctx.how):
+            pair = [GradientSum(x, x) for x in rows.opened(owed.narrow(0, *run))]
+            turn.differentiate((lse, gradients[0], out), (into, pair[0], pair[1]), into_mask)
+            for part in pair:
+                part.total()
+            met = max(met, sum(run))
+        owed[met:].zero_()
+        own = ring.peers.sum_parts(rows.of_each(owed))
+        into_key, into_value = rows.opened(own[: key.shape[-2]])
         return (
-            sums[0].to(query.dtype),
+            into.total().to(query.dtype),
             into_key.to(key.dtype),
             into_value.to(value.dtype),
             None if into_mask is None else into_mask.to(mask.dtype),
@@ -82,16 +89,73 @@ class _GatheredAttention(torch.autograd.Function):
         )
 
 
-def _gathered(key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of all devices, in the order of their positions."""
-    rows = ring.peers.stack(packed(key, value, ring.longest()))
-    order = ring.peers.order_of_blocks()
-    blocks = [
-        unpacked(rows[row], (key, value), ring.longest(), length(runs))
-        for row, runs in zip(order, ring.keys, strict=True)
-    ]
-    keys, values = (torch.cat(parts, -2) for parts in zip(*blocks, strict=True))
-    return keys, values
+@dataclass(frozen=True)
+class _Rows:
+    """A device's keys and values, as they are gathered: a row for each position.
+
+    Attributes:
+        key, value: [..., heads, keys, width].
+        ring: the devices.
+    """
+
+    key: Tensor
+    value: Tensor
+    ring: Ring
+
+    @property
+    def width(self) -> int:
+        """Returns the elements of a row."""
+        return sum(math.prod(x.shape[:-2]) * x.shape[-1] for x in (self.key, self.value))
+
+    def turns(
+        self, query: Tensor, mask: Tensor | None, how: Attention
+    ) -> Iterator[tuple[Turn, Run]]:
+        """Yields the turns of a device, with the positions of the keys of each."""
+        ring = self.ring
+        me, size = ring.peers.index, ring.peers.size
+        sent = self.key.new_empty((ring.longest(), self.width))
+        for x, part in zip(
+            (self.key, self.value), self.opened(sent[: self.key.shape[-2]]), strict=True
+        ):
+            part.copy_(x)
+        wait = ring.peers.stack(sent)
+        run = 0, sum(map(length, ring.keys))
+        if how.causal and ring.keys[me] == ring.queries[me]:
+            yield Turn(query, self.key, self.value, mask, how, ring, 0), ring.keys[me][0]
+            run = 0, ring.keys[me][0][0]  # the keys before its own
+            ring = replace(ring, keys=[(run,)] * size)
+        else:
+            ring = _cut(ring)
+        stacked = wait()
+        if run[1]:
+            keys, values = self.opened(self._in_order(stacked)[: run[1]])
+            yield Turn(query, keys, values, mask, how, ring, 0), run
+
+    def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns views of the keys and values in rows."""
+        first = math.prod(self.key.shape[:-2]) * self.key.shape[-1]
+        keys, values = (
+            part.unflatten(1, (*x.shape[:-2], x.shape[-1])).movedim(0, -2)
+            for x, part in zip((self.key, self.value), rows.tensor_split([first], 1), strict=True)
+        )
+        return keys, values
+
+    def of_each(self, rows: Tensor) -> Tensor:
+        """Returns the rows of each device, [devices, longest part, width]."""
+        ring, longest = self.ring, self.ring.longest()
+        if len(rows) == longest * ring.peers.size:
+            return rows.view(ring.peers.size, longest, self.width)
+        parts = rows.new_zeros((ring.peers.size, longest, self.width))
+        for part, own in zip(parts, rows.split([length(runs) for runs in ring.keys]), strict=True):
+            part[: len(own)] = own
+        return parts
+
+    def _in_order(self, stacked: Tensor) -> Tensor:
+        """Returns the rows of all devices in the order of their positions."""
+        order, counts = self.ring.peers.order_of_blocks(), [length(runs) for runs in self.ring.keys]
+        if list(order) == sorted(order) and min(counts) == self.ring.longest():
+            return stacked.flatten(0, 1)
+        return torch.cat([stacked[at][:count] for at, count in zip(order, counts, strict=True)])
 
 
 def _cut(ring: Ring) -> Ring:

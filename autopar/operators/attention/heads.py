@@ -111,14 +111,20 @@ def _to_rows(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> t
         for other in everyone
     ]
     parts = _dealt(sent, shapes, peers)
-    results = [
-        x.new_zeros((*x.shape[:-3], each.every, each.rows[me][1], x.shape[-1]))
-        for x, each in zip(tensors, how, strict=True)
-    ]
-    for other in everyone:
-        for result, part, each in zip(results, parts[other], how, strict=True):
-            result.narrow(-3, *each.heads[other]).add_(part)
-    return tuple(results)
+    return tuple(
+        _joined(row, each) for row, each in zip(zip(*parts, strict=True), how, strict=True)
+    )
+
+
+def _joined(parts: Sequence[Tensor], how: Heads) -> Tensor:
+    """Returns the heads that all devices had, where those that several had are summed."""
+    if sum(count for _, count in how.heads) == how.every:
+        return torch.cat(list(parts), -3)
+    first = parts[0]
+    result = first.new_zeros((*first.shape[:-3], how.every, *first.shape[-2:]))
+    for part, run in zip(parts, how.heads, strict=True):
+        result.narrow(-3, *run).add_(part)
+    return result
 
 
 def _dealt(
@@ -126,9 +132,10 @@ def _dealt(
 ) -> list[list[Tensor]]:
     """Returns what each device sends to this one, in one call, given the shapes of it."""
     sizes = [[torch.Size(shape).numel() for shape in row] for row in shapes]
-    rows = [torch.cat([part.reshape(-1) for part in parts]) for parts in sent]
-    taken = peers.deal(rows, [sum(row) for row in sizes])()
+    taken = peers.deal(sent, [sum(row) for row in sizes])()
     return [
-        [part.view(shape) for part, shape in zip(row.split(size), each, strict=True)]
-        for row, size, each in zip(taken, sizes, shapes, strict=True)
+        sent[other]
+        if other == peers.index
+        else [part.view(shape) for part, shape in zip(row.split(size), each, strict=True)]
+        for other, (row, size, each) in enumerate(zip(taken, sizes, shapes, strict=True))
     ]

@@ -87,13 +87,6 @@ def partial_attention(
     return weights @ widened(values), lse
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two attentions of the same queries over different keys as one."""
-    total = torch.logaddexp(lse, more_lse)
-    finite = _finite(total)
-    return out * (lse - finite).exp() + more * (more_lse - finite).exp(), total
-
-
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges attention of the same queries over other keys into `out` and `lse`.
 
@@ -101,8 +94,9 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
     """
     if out.is_cuda and _merged_by_kernel(out, lse, more, more_lse):
         return
-    for held, new in zip((out, lse), merge(out, lse, more, more_lse), strict=True):
-        held.copy_(new)
+    total = torch.logaddexp(lse, more_lse)
+    out.lerp_(more, (more_lse - _finite(total)).exp())
+    lse.copy_(total)
 
 
 def _merged_by_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> bool:
@@ -144,18 +138,19 @@ def partial_gradients(
     Args:
         tensors: query, key and value, as in `partial_attention`.
         mask, how, ahead: as there.
-        after: lse of the queries over all keys, the gradient of the result, the sum of that times
-            the result, [..., heads, queries, 1], and the result.
+        after: lse of the queries over all keys, [..., heads, queries, 1], the gradient of the
+            result, and the result.
     """
     query, key, value = tensors
-    lse, given, delta, out = after
+    lse, given, out = after
     keys, values = how.repeated(key, query), how.repeated(value, query)
     factor = how.factor(query)
     if mask is None and fuses(query, keys, values, ahead if how.causal else None):
         found = fused_gradients((query, keys, values), given, (out, lse), how.causal, factor)
         into, into_key, into_value = map(widened, found)
         return Gradients(into, how.summed(into_key, key), how.summed(into_value, value), None)
-    keys, values = widened(keys), widened(values)
+    keys, values, given = widened(keys), widened(values), widened(given)
+    delta = (given * out).sum(-1, keepdim=True)
     weights = (_scores(query, keys, mask, how, ahead) - _finite(lse)).exp()
     scores = weights * (given @ values.mT - delta)
     additive = mask is not None and mask.is_floating_point()

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from autopar.operators.attention.partial_attention import (
     Attention,
-    merge_into,
     partial_attention,
     partial_gradients,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
-from autopar.operators.peer_devices import Peers, widened
+from autopar.operators.attention.sums import GradientSum, Result
+from autopar.operators.peer_devices import Peers, flattened
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class Ring:
 
         Rows have equal lengths.
         """
-        nothing, size, me = row.new_empty(0), self.peers.size, self.peers.index
-        sent, takes = [nothing] * size, [0] * size
-        sent[(me + 1) % size], takes[me - 1] = row, row.numel()
+        size, me = self.peers.size, self.peers.index
+        sent: list[list[Tensor]] = [[] for _ in range(size)]
+        takes = [0] * size
+        sent[(me + 1) % size], takes[me - 1] = [row], row.numel()
         wait = self.peers.deal(sent, takes)
         return lambda: wait()[me - 1]
 
@@ -142,9 +143,10 @@ class _RingAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        out, lse = unattended(query, key, value, how)
+        parts = Result(query, key, value, how)
         for turn, keys, values in _blocks(key, value, ring):
-            Turn(query, keys, values, mask, how, ring, turn).attend(out, lse)
+            Turn(query, keys, values, mask, how, ring, turn).attend(parts)
+        out, lse = parts.total()
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
         ctx.how, ctx.ring = how, ring
@@ -155,31 +157,28 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         how, ring = ctx.how, ctx.ring
-        given = widened(gradients[0])
-        delta = (given * out).sum(-1, keepdim=True)
-        into = torch.zeros_like(query, dtype=given.dtype)
-        additive = ctx.needs_input_grad[3]
-        into_mask = torch.zeros_like(mask, dtype=given.dtype) if additive else None
+        into, additive = GradientSum(query), ctx.needs_input_grad[3]
+        into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
         arriving: Callable[[], Tensor] | None = None
         for turn, keys, values in _blocks(key, value, ring):
-            sums = into, *(torch.zeros_like(x, dtype=given.dtype) for x in (keys, values))
+            pair = GradientSum(keys), GradientSum(values)
             part = Turn(query, keys, values, mask, how, ring, turn)
-            part.differentiate((lse, given, delta, out), (*sums, into_mask))
-            row = packed(sums[1], sums[2], ring.longest())
-            row = row if arriving is None else row.add_(arriving())
+            part.differentiate((lse, gradients[0], out), (into, *pair), into_mask)
+            if arriving is None:
+                row = packed(pair[0].total(), pair[1].total(), ring.longest())
+            else:
+                row = arriving()
+                owed = unpacked(row, (key, value), ring.longest(), keys.shape[-2])
+                for total, more in zip(owed, pair, strict=True):
+                    more.add_to(total)
             arriving = ring.passed_on(row)
         assert arriving is not None
         lengths = length(ring.keys[ring.peers.index])
         home = unpacked(arriving(), (key, value), ring.longest(), lengths)
         masks = None if into_mask is None else into_mask.to(mask.dtype)
-        return (
-            into.to(query.dtype),
-            home[0].to(key.dtype),
-            home[1].to(value.dtype),
-            masks,
-            None,
-            None,
-        )
+        whole = into.total(), *home
+        dtypes = query.dtype, key.dtype, value.dtype
+        return *(x.to(dtype) for x, dtype in zip(whole, dtypes, strict=True)), masks, None, None
 
 
 @dataclass(frozen=True)
@@ -202,40 +201,36 @@ class Turn:
     ring: Ring
     number: int
 
-    def attend(self, out: Tensor, lse: Tensor) -> None:
-        """Merges attention over this block into that over others, of which turn 0 has none."""
-        fresh = self.number == 0
+    def attend(self, result: Result) -> None:
+        """Adds attention over this block to that over others."""
         for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
             how = _masked(self.how, ahead)
-            more = partial_attention(*self._part(rows, columns), cut, how, ahead or 0)
-            if fresh and rows[1] == out.shape[-2]:
-                out.copy_(more[0])
-                lse.copy_(more[1])
-            else:
-                merge_into(_narrow(out, rows), _narrow(lse, rows), *more)
-            fresh = False
+            part = self._part(rows, columns)
+            result.add(rows, *partial_attention(*part, cut, how, ahead or 0))
 
-    def differentiate(self, after: Sequence[Tensor], sums: Sequence[Tensor | None]) -> None:
+    def differentiate(
+        self,
+        after: Sequence[Tensor],
+        sums: tuple[GradientSum, GradientSum, GradientSum],
+        into_mask: Tensor | None = None,
+    ) -> None:
         """Adds the gradients from this block.
 
         Args:
             after: of this device's queries, as in `partial_gradients`.
-            sums: of queries, of this block's keys and values, and of the mask, if it has one.
+            sums: of queries, and of this block's keys and values.
+            into_mask: the sum of the mask's gradient, if it has one.
         """
-        into, into_key, into_value, into_mask = sums
         for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
             near = [_narrow(x, rows) for x in after]
             how = _masked(self.how, ahead)
             part = self._part(rows, columns)
             found = partial_gradients(part, cut, how, ahead or 0, near)
-            for total, run, more in (
-                (into, rows, found.query), (into_key, columns, found.key),
-                (into_value, columns, found.value),
-            ):  # fmt: skip
-                if total is not None:
-                    _narrow(total, run).add_(more)
+            sums[0].add(rows, found.query)
+            sums[1].add(columns, found.key)
+            sums[2].add(columns, found.value)
             if into_mask is not None and found.mask is not None:
                 _cut_of(into_mask, rows, (meeting.start, columns[1])).add_(found.mask)
 
@@ -250,16 +245,6 @@ class Turn:
         return (
             _narrow(self.query, rows), _narrow(self.key, columns), _narrow(self.value, columns),
         )  # fmt: skip
-
-
-def unattended(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
-    """Returns attention over no keys, in at least float32, and its lse."""
-    shape, wide = _result_shape(query, key, value, how), widened(query).dtype
-    lse = query.new_full((*shape[:-1], 1), -torch.inf, dtype=wide)
-    if len(shape) == 4:  # (batch, row, head, width) in memory, as torch's kernels write it
-        shape = shape[0], shape[2], shape[1], shape[3]
-        return query.new_zeros(shape, dtype=wide).transpose(1, 2), lse
-    return query.new_zeros(shape, dtype=wide), lse
 
 
 def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -277,7 +262,7 @@ def packed(key: Tensor, value: Tensor, longest: int) -> Tensor:
     """Returns keys and values in one row, padded to the length of the longest part."""
     missing = longest - key.shape[-2]
     parts = [torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x for x in (key, value)]
-    return torch.cat([part.reshape(-1) for part in parts])
+    return flattened(parts)
 
 
 def unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> list[Tensor]:
@@ -287,13 +272,6 @@ def unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> l
     return [
         part.view(shape).narrow(-2, 0, count) for part, shape in zip(parts, shapes, strict=True)
     ]
-
-
-def _result_shape(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tuple[int, ...]:
-    """Returns the shape of the result: of all leading dimensions, broadcast."""
-    shared = (how.repeated(x, query) if how.grouped else x for x in (key, value))
-    lead = torch.broadcast_shapes(query.shape[:-2], *(x.shape[:-2] for x in shared))
-    return (*lead, query.shape[-2], value.shape[-1])
 
 
 def _masked(how: Attention, ahead: int | None) -> Attention:

@@ -8,7 +8,7 @@ has the parts i and 2n - 1 - i of 2n, so that a causal mask leaves all devices e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,38 +55,34 @@ class Parcel:
     Attributes:
         tensor: this device's positions.
         before, after: the orders of all devices.
+        take: takes the pieces that arrive, and where they belong, in place of `dealt`.
     """
 
     tensor: Tensor
     before: Order
     after: Order
+    take: Callable[[Run, Tensor], None] | None = None
 
 
 def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]:
     """Starts to send tensors into other orders, all in one call.
 
-    What is returned waits for the tensors. Positions that several devices send are summed.
+    What is returned waits for the tensors of parcels that `take` no pieces themselves. Positions
+    that several devices send are summed.
     """
     me, everyone = peers.index, range(peers.size)
     # Where dtypes differ, bytes: the widest first, so that each begins at a multiple of its size.
     mixed = len({parcel.tensor.dtype for parcel in parcels}) > 1
     ranked = sorted(parcels, key=lambda parcel: -parcel.tensor.element_size())
-    nothing = ranked[0].tensor.new_empty(0)
-
-    def flat(x: Tensor) -> Tensor:
-        return x.reshape(-1).view(torch.uint8) if mixed else x.reshape(-1)
-
     sent = [
-        torch.cat(
-            [
-                flat(parcel.tensor.narrow(-2, at, size))
-                for parcel in ranked
-                for at, _, size in _shared(parcel.before[me], parcel.after[other])
-            ]
-            or [flat(nothing)]
-        )
+        [
+            _sendable(parcel.tensor.narrow(-2, at, size), mixed)
+            for parcel in ranked
+            for at, _, size in _shared(parcel.before[me], parcel.after[other])
+        ]
         for other in everyone
     ]
+    sent[me] = sent[me] or [_sendable(ranked[0].tensor[..., :0, :], mixed)]
     takes = [
         sum(
             size * _row_size(parcel.tensor) * (parcel.tensor.element_size() if mixed else 1)
@@ -98,19 +94,37 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
     wait = peers.deal(sent, takes)
 
     def arrive() -> list[Tensor]:
-        results = {id(parcel): _opened(parcel, me) for parcel in parcels}
+        pieces: dict[int, list[tuple[Run, Tensor]]] = {id(parcel): [] for parcel in parcels}
         for other, row in enumerate(wait()):
             start = 0
             for parcel in ranked:
-                for _, at, size in _shared(parcel.before[other], parcel.after[me]):
-                    part = results[id(parcel)].narrow(-2, at, size)
-                    count = part.numel() * (part.element_size() if mixed else 1)
+                x = parcel.tensor
+                for place, at, size in _shared(parcel.before[other], parcel.after[me]):
+                    if other == me:
+                        pieces[id(parcel)].append(((at, size), x.narrow(-2, place, size)))
+                        continue
+                    count = size * _row_size(x) * (x.element_size() if mixed else 1)
                     piece = row.narrow(0, start, count)
-                    part.add_((piece.view(part.dtype) if mixed else piece).view(part.shape))
+                    piece = (piece.view(x.dtype) if mixed else piece).view(
+                        (*x.shape[:-2], size, x.shape[-1])
+                    )
+                    pieces[id(parcel)].append(((at, size), piece))
                     start += count
-        return [results[id(parcel)] for parcel in parcels]
+        for parcel in parcels:
+            for run, piece in pieces[id(parcel)] if parcel.take else ():
+                parcel.take(run, piece)
+        rest = [parcel for parcel in parcels if parcel.take is None]
+        return [_joined(pieces[id(parcel)], parcel, me) for parcel in rest]
 
     return arrive
+
+
+def _sendable(x: Tensor, mixed: bool) -> Tensor:
+    """Returns a tensor, or where dtypes are mixed its bytes."""
+    if not mixed:
+        return x
+    dense = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)
 
 
 def _row_size(x: Tensor) -> int:
@@ -118,20 +132,41 @@ def _row_size(x: Tensor) -> int:
     return math.prod(x.shape[:-2]) * x.shape[-1]
 
 
-def _opened(parcel: Parcel, me: int) -> Tensor:
-    """Returns zeros for the positions that a device gets."""
+def _joined(pieces: list[tuple[Run, Tensor]], parcel: Parcel, me: int) -> Tensor:
+    """Returns the pieces of a tensor that have arrived, as one."""
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    every, at = length(parcel.after[me]), 0
+    for (start, size), _ in pieces:
+        at = at + size if start == at else every + 1
+    if pieces and at == every:  # one after the other
+        return pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], -2)
     x = parcel.tensor
-    return x.new_zeros((*x.shape[:-2], length(parcel.after[me]), x.shape[-1]))
+    total = x.new_zeros((*x.shape[:-2], every, x.shape[-1]))
+    for run, piece in pieces:
+        total.narrow(-2, *run).add_(piece)
+    return total
 
 
-def _shared(old: Sequence[Run], new: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    """Yields what two devices have in common: its place on each, and its length."""
+def _shared(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Returns what two devices have in common: its place on each, and its length."""
+    shared: list[tuple[int, int, int]] = []
     at = 0
     for start, size in old:
         to = 0
         for first, count in new:
             low, high = max(start, first), min(start + size, first + count)
             if low < high:
-                yield at + low - start, to + low - first, high - low
+                shared.append((at + low - start, to + low - first, high - low))
             to += count
         at += size
+    return _merged(shared)
+
+
+def _merged(shared: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Returns fewer, longer pieces: neighbours on both devices are one."""
+    merged: list[tuple[int, int, int]] = []
+    for at, to, size in shared:
+        if merged and (at, to) == (sum(merged[-1][::2]), sum(merged[-1][1:])):
+            at, to, size = *merged[-1][:2], merged.pop()[2] + size
+        merged.append((at, to, size))
+    return merged

@@ -8,14 +8,14 @@ n - 1) forwards and as many backwards. Two devices need a call in and one out, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, Turn, unattended
+from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequence_forms import groups
 from autopar.operators.attention.sequences import (
     Parcel,
@@ -25,6 +25,7 @@ from autopar.operators.attention.sequences import (
     turned,
     zigzag,
 )
+from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers, widened
 
 
@@ -59,25 +60,21 @@ class _ZigzagAttention(torch.autograd.Function):
     ) -> Tensor:
         ring = Ring(peers, zigzag(peers, size[0]), zigzag(peers, size[1]))
         rows, columns = contiguous(peers, size[0]), contiguous(peers, size[1])
-        first = turned(ring.keys, groups(peers.size)[0])
-        query, *block = dealt(
-            [
-                Parcel(query, rows, ring.queries),
-                Parcel(key, columns, first),
-                Parcel(value, columns, first),
-            ],
-            peers,
-        )()
-        own = [x.narrow(-2, 0, length(ring.keys[peers.index])) for x in block]
-        out, lse = unattended(query, own[0], own[1], how)
         steps = groups(peers.size)
+        first = [
+            Parcel(x, columns, turned(ring.keys, [turn])) for turn in steps[0] for x in (key, value)
+        ]
+        query, *arrived = dealt([Parcel(query, rows, ring.queries), *first], peers)()
+        key, value = arrived[:2]
+        parts = Result(query, key, value, how)
         for at, turns in enumerate(steps):
-            wait = _next(block, turns, steps[at + 1 :], ring)
-            for turn, keys, values in _split(block, turns, ring):
-                Turn(query, keys, values, None, how, ring, turn).attend(out, lse)
-            block = wait()
+            wait = _next(arrived[-2:], turns, steps[at + 1 :], ring)
+            for turn, keys, values in zip(turns, arrived[::2], arrived[1::2], strict=True):
+                Turn(query, keys, values, None, how, ring, turn).attend(parts)
+            arrived = wait()
+        out, lse = parts.total()
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, *(x.clone() for x in own), result, lse)
+        ctx.save_for_backward(query, key, value, result, lse)
         ctx.how, ctx.ring, ctx.size = how, ring, size
         return dealt([Parcel(result, ring.queries, rows)], peers)()[0]
 
@@ -89,38 +86,34 @@ class _ZigzagAttention(torch.autograd.Function):
         peers = ring.peers
         rows, columns = contiguous(peers, ctx.size[0]), contiguous(peers, ctx.size[1])
         steps = groups(peers.size)
-        others = turned(ring.keys, steps[0][1:])
-        given, *rest = dealt(
-            [
-                Parcel(gradients[0], rows, ring.queries),
-                Parcel(key, ring.keys, others),
-                Parcel(value, ring.keys, others),
-            ],
-            peers,
-        )()
-        block = [torch.cat(pair, -2) for pair in zip((key, value), rest, strict=True)]
-        given = widened(given)
-        after = lse, given, (given * out).sum(-1, keepdim=True), out
-        into = torch.zeros_like(query, dtype=given.dtype)
-        home = [_home(x, peers, columns, given.dtype) for x in (key, value)]
+        others = [
+            Parcel(x, ring.keys, turned(ring.keys, [turn]))
+            for turn in steps[0][1:]
+            for x in (key, value)
+        ]
+        given, *arrived = dealt([Parcel(gradients[0], rows, ring.queries), *others], peers)()
+        blocks = [key, value, *arrived]
+        into = GradientSum(query)
+        home = [_home(x, length(columns[peers.index])) for x in (key, value)]
         ready: list[Parcel] = []
         for at, turns in enumerate(steps):
             later = steps[at + 1 :]
-            wait = _next(block, turns, later, ring, ready)
-            sums = [torch.zeros_like(x, dtype=given.dtype) for x in block]
-            for (turn, keys, values), (_, *into_block) in zip(
-                _split(block, turns, ring), _split(sums, turns, ring), strict=True
-            ):
+            wait = _next(blocks[-2:], turns, later, ring, ready)
+            ready = []
+            for turn, keys, values in zip(turns, blocks[::2], blocks[1::2], strict=True):
+                pair = GradientSum(keys), GradientSum(values)
                 part = Turn(query, keys, values, None, ctx.how, ring, turn)
-                part.differentiate(after, (into, *into_block, None))
-            arrived = wait()
-            block = arrived[: 2 if later else 0]
-            _add(home, arrived[len(block) :])
-            ready = [Parcel(x, turned(ring.keys, turns), columns) for x in sums]
-        query_home = Parcel(into.to(query.dtype), ring.queries, rows)
-        own, *arrived = dealt([query_home, *ready], peers)()
-        _add(home, arrived)
-        return own, home[0].to(key.dtype), home[1].to(value.dtype), None, None, None
+                part.differentiate((lse, given, out), (into, *pair))
+                order = turned(ring.keys, [turn])
+                ready += [
+                    Parcel(x.total(), order, columns, into_own.add)
+                    for x, into_own in zip(pair, home, strict=True)
+                ]
+            blocks = wait()
+        query_home = Parcel(into.total().to(query.dtype), ring.queries, rows)
+        (own,) = dealt([query_home, *ready], peers)()
+        into_key, into_value = (total.total() for total in home)
+        return own, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None
 
 
 def _next(
@@ -132,34 +125,16 @@ def _next(
 ) -> Callable[[], list[Tensor]]:
     """Starts to send the last of this call's blocks on, with what else is ready.
 
-    What is returned waits for the blocks of the next call, and then for the rest.
+    What is returned waits for the keys and values of the next call's turns.
     """
     if not later:
         return dealt(more, ring.peers) if more else list
-    last = length(ring.keys[ring.source(turns[-1])])
-    before, after = turned(ring.keys, turns[-1:]), turned(ring.keys, later[0])
-    blocks = [x.narrow(-2, x.shape[-2] - last, last) for x in block]
-    return dealt([*(Parcel(x, before, after) for x in blocks), *more], ring.peers)
+    before = turned(ring.keys, turns[-1:])
+    blocks = [Parcel(x, before, turned(ring.keys, [turn])) for turn in later[0] for x in block]
+    return dealt([*blocks, *more], ring.peers)
 
 
-def _split(
-    block: Sequence[Tensor], turns: range, ring: Ring
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields (turn, keys, values) of the blocks of one call."""
-    at = 0
-    for turn in turns:
-        size = length(ring.keys[ring.source(turn)])
-        yield turn, block[0].narrow(-2, at, size), block[1].narrow(-2, at, size)
-        at += size
-
-
-def _home(x: Tensor, peers: Peers, order: Any, dtype: torch.dtype) -> Tensor:
-    """Returns zeros for the gradient of this device's own keys or values."""
-    shape = (*x.shape[:-2], length(order[peers.index]), x.shape[-1])
-    return x.new_zeros(shape, dtype=dtype)
-
-
-def _add(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-    """Adds gradients that have come to this device's keys and values, if any have."""
-    for total, part in zip(sums, more, strict=False):
-        total.add_(part)
+def _home(x: Tensor, count: int) -> GradientSum:
+    """Returns the sum of the gradients of this device's own keys or values, so many."""
+    shape = (*x.shape[:-2], count, x.shape[-1])
+    return GradientSum(x, x.new_empty(shape, dtype=widened(x).dtype))

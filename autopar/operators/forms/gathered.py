@@ -66,7 +66,8 @@ def _scratch(part: Part) -> tuple[float, float]:
     """Returns the bytes of all keys and values, and of their gradients."""
     sizes, count = Sizes.of(part), part.ways(split(part))
     scores = scores_bytes(part, sizes.rows, sizes.every)
-    whole = 2.0 * count * sizes.pair  # as they arrive, and unpacked
+    copies = 1.0 if sizes.every % count == 0 else 2.0  # equal parts stay as they arrive
+    whole = (copies * count + 1) * sizes.pair
     return whole + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
 
 

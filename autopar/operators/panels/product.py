@@ -132,21 +132,28 @@ def _outer(columns: Tensor, gradient: Tensor, dims: int) -> Tensor:
 
 def _gathered(x: Tensor, dim: int, peers: Peers) -> Waiting:
     """Starts to send x to all devices; what is returned joins theirs along a dimension."""
-    row, shape = x.reshape(-1), x.shape
-    wait = peers.deal([row] * peers.size, [row.numel()] * peers.size)
-    return lambda: torch.cat([part.view(shape) for part in wait()], dim)
+    wait = peers.deal([[x]] * peers.size, [x.numel()] * peers.size)
+
+    def arrive() -> Tensor:
+        parts = [x if at == peers.index else part.view(x.shape) for at, part in enumerate(wait())]
+        return torch.cat(parts, dim)
+
+    return arrive
 
 
 def _scattered(x: Tensor, dim: int, peers: Peers) -> Waiting:
     """Starts to send each device its part of x; what is returned sums what they sent."""
     parts = x.chunk(peers.size, dim)
     shape, dtype = parts[0].shape, x.dtype
-    wait = peers.deal([part.reshape(-1) for part in parts], [parts[0].numel()] * peers.size)
+    wait = peers.deal([[part] for part in parts], [parts[0].numel()] * peers.size)
 
     def arrive() -> Tensor:
-        total, *others = map(widened, wait())
+        arrived = [
+            parts[at] if at == peers.index else part.view(shape) for at, part in enumerate(wait())
+        ]
+        total, *others = map(widened, arrived)
         for other in others:
             total = total + other
-        return total.to(dtype).view(shape)
+        return total.to(dtype)
 
     return arrive

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.errors import LayoutError
 from autopar.ir.tensor import blocks, part_of
+from autopar.operators.peer_devices import flattened
 from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.ranks.channel import Channel
 
@@ -121,11 +122,17 @@ class Group:
             self.calls.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
-    def stack(self, x: Tensor) -> Tensor:
-        """Stacks the tensors of all ranks, of equal shapes, along a new first dimension."""
-        stacked = x.new_empty((self.size, *x.shape))
-        self.calls.all_gather(stacked.view(-1), x.contiguous().view(-1))
-        return stacked
+    def stack(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to stack the tensors of all ranks, of equal shapes, along a new dimension 0."""
+        stacked, row = x.new_empty((self.size, *x.shape)), x.contiguous().view(-1)
+        work = self.calls.all_gather(stacked.view(-1), row, ahead=True)
+
+        def arrive(row: Tensor | None = row) -> Tensor:  # held until all of it is sent
+            if work is not None:
+                work.wait()
+            return stacked
+
+        return arrive
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns tensors from the ranks with the previous and the next block, None at the ends.
@@ -190,16 +197,16 @@ class Group:
         ranks = {index: rank for rank, (index, _) in enumerate(self.parts(self.size))}
         return [ranks[index] for index in range(self.size)]
 
-    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Starts to send `sent[i]` to the rank with block i, and returns what waits for the rest.
-
-        All tensors are flat. What is returned gives the tensors that the others sent, `takes[i]`
-        elements from the rank with block i.
-        """
-        index_of = [index for index, _ in _parts(self.sizes, self.order, self.size)]
-        sends = [sent[index].numel() for index in index_of]
-        counts = [takes[index] for index in index_of]
-        row = torch.cat([sent[index] for index in index_of])
+    def deal(
+        self, sent: Sequence[Sequence[Tensor]], takes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts to send tensors `sent[i]` to the rank with block i; see `Peers`."""
+        index_of, me = self._by_rank(), self.index
+        leaving = [[] if index == me else sent[index] for index in index_of]
+        sends = [sum(x.numel() for x in pieces) for pieces in leaving]
+        counts = [0 if index == me else takes[index] for index in index_of]
+        nothing = next(x for pieces in sent for x in pieces).new_empty(0)
+        row = flattened([x for pieces in leaving for x in pieces] or [nothing])
         out = row.new_empty(sum(counts))
         work = self.calls.all_to_all(out, row, counts, sends, ahead=True)
 
@@ -213,9 +220,10 @@ class Group:
 
     def sum_parts(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks of x[i], where i is this rank's block."""
-        index_of = [index for index, _ in _parts(self.sizes, self.order, self.size)]
+        index_of = list(self._by_rank())
+        rows = x if index_of == sorted(index_of) else x[index_of]
         out = x.new_empty(x.shape[1:])
-        self.calls.reduce_scatter(out.view(-1), x[index_of].reshape(-1))
+        self.calls.reduce_scatter(out.view(-1), rows.reshape(-1))
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,0 +1,290 @@
+"""What stands for tensors in a loop over experts: an expert, its rows and what is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from autopar.errors import CaptureError
+from autopar.operators.activation import ACTIVATIONS
+from autopar.operators.model_calls.mixture_call import mixture
+
+
+def refused(name: str, why: str = "how many rows an expert has depends on values") -> CaptureError:
+    """Returns the error of a call that is no part of a mixture."""
+    return CaptureError(
+        f"{name} of the rows of an expert, in a loop over experts",
+        why=f"{why}; two or three products, functions of each element, and a weight are traced",
+        todo="compute the mixture of experts by autopar.mixture",
+    )
+
+
+class StandIn:
+    """A value of a loop over experts that has no tensor. Its functions go to the trace's mode."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses a function that no mode has taken."""
+        raise refused(str(getattr(func, "__name__", func)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not callable(getattr(Tensor, name, None)):
+            raise AttributeError(name)
+        return partial(_method(name), self)
+
+    def __bool__(self) -> bool:
+        raise refused("bool")
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Returns a method of tensors that any mode can pass on."""
+
+    def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        return handle_torch_function(method, (self,), self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in [
+    "mul",
+    "rmul",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "truediv",
+    "pow",
+    "neg",
+    "matmul",
+    "getitem",
+]:
+    setattr(StandIn, f"__{_name}__", _method(f"__{_name}__"))
+
+
+@dataclass(frozen=True, eq=False)
+class Hits(StandIn):
+    """The experts that have a row."""
+
+    ids: Tensor
+
+    def __iter__(self) -> Iterator[Expert]:
+        yield Expert(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Expert(StandIn):
+    """An expert that stands for all of them."""
+
+    ids: Tensor
+
+    def __getitem__(self, index: Any) -> Expert:
+        if index not in (0, -1):
+            raise refused("__getitem__")
+        return self
+
+    def __eq__(self, other: object) -> bool:  # with the number of experts, which none has
+        if isinstance(other, int):
+            return False
+        raise refused("==")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(StandIn):
+    """Which slots of which tokens chose the expert."""
+
+    ids: Tensor
+    dims: tuple[str, ...]
+
+
+class Count(StandIn):
+    """The number of rows of an expert that has some."""
+
+    def __eq__(self, other: object) -> bool:
+        if other == 0:
+            return False
+        raise refused("numel")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __gt__(self, other: object) -> bool:
+        return self != other
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class Places(StandIn):
+    """The tokens, or the slots, of the rows that chose the expert."""
+
+    ids: Tensor
+    of: str
+
+    @property
+    def shape(self) -> tuple[Count]:
+        """The number of rows."""
+        return (Count(),)
+
+    def numel(self) -> Count:
+        """Returns the number of rows."""
+        return Count()
+
+
+@dataclass(frozen=True, eq=False)
+class Weight(StandIn):
+    """The weight of the expert, as [out, in] or turned, or its bias [out].
+
+    Attributes:
+        every: of all experts.
+        turned: whether its dimensions have been exchanged.
+    """
+
+    every: Tensor
+    turned: bool = False
+
+    @property
+    def T(self) -> Weight:
+        """The weight with its dimensions exchanged."""
+        return replace(self, turned=not self.turned)
+
+    mT = T
+
+
+@dataclass(frozen=True, eq=False)
+class Share(StandIn):
+    """The weights of the rows that chose the expert, [rows, 1] or, without a column, [rows]."""
+
+    ids: Tensor
+    weights: Tensor
+    column: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of the rows with a weight of each expert.
+
+    Attributes:
+        weight: [experts, out, in].
+        bias: [experts, out], None for none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def part(self, start: int, end: int, step: int) -> Product:
+        """Returns the product with some rows of the weight."""
+        run = slice(start, end, step)
+        return Product(self.weight[:, run], None if self.bias is None else self.bias[:, run])
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(StandIn):
+    """Rows that chose the expert.
+
+    Attributes:
+        ids: the experts of every token.
+        x: the tokens of which they are rows.
+        text: what is computed of the products, by their numbers, such as "mul(silu(@0), @1)"; ""
+            for the rows themselves.
+        products: these.
+        down: the last product, of the result of the text.
+        weights: by which the rows are multiplied.
+    """
+
+    ids: Tensor
+    x: Tensor
+    text: str = ""
+    products: tuple[Product, ...] = ()
+    down: Product | None = None
+    weights: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of a row."""
+        if self.down is not None:
+            return self.down.weight.shape[1]
+        return self.products[-1].weight.shape[1] if self.products else self.x.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return self.x.device
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Refuses: the number of rows is unknown."""
+        raise refused("shape")
+
+    def multiplied(self, weight: Tensor, bias: Tensor | None) -> Rows:
+        """Returns the product of the rows with weights [experts, out, in]."""
+        product = Product(weight, bias)
+        if not self.products and not self.text:
+            return replace(self, text="@0", products=(product,))
+        if self.down is not None or weight.shape[-1] != self.width:
+            raise refused("a third product")
+        return replace(self, down=product)
+
+    def biased(self, bias: Tensor) -> Rows:
+        """Returns the last product with biases [experts, out]."""
+        last = self.down or (self.products[0] if self.text == "@0" else None)
+        if last is None or last.bias is not None or bias.dim() != 2 or self.weights is not None:
+            raise refused("add")
+        product = Product(last.weight, bias)
+        return replace(self, down=product) if self.down else replace(self, products=(product,))
+
+    def joined(self, other: Rows) -> tuple[str, str, tuple[Product, ...]]:
+        """Returns the texts of two rows of the same tokens, and the products of both."""
+        same = self.x is other.x and self.ids is other.ids
+        if not same or not (self.text and other.text) or (self.down or other.down):
+            raise refused("an operation of two rows")
+        products, text = list(self.products), other.text
+        numbers = {}
+        for at, product in enumerate(other.products):
+            if not any(product is held for held in products):
+                products.append(product)
+            numbers[at] = next(n for n, held in enumerate(products) if held is product)
+        for at in sorted(numbers, reverse=True):
+            text = text.replace(f"@{at}", f"#{numbers[at]}")
+        return self.text, text.replace("#", "@"), tuple(products)
+
+    def mixture(self) -> Tensor:
+        """Returns the mixture of all experts that do this to their rows."""
+        if self.down is None or self.weights is None or len(self.products) > 2:
+            raise refused("index_add_", "an expert is two or three products and a weight")
+        gate, up, text = _named(self.text, self.products)
+        biases = (None if gate is None else gate.bias), up.bias, self.down.bias
+        return mixture(
+            self.x, self.ids, self.weights, up.weight, self.down.weight,
+            gate=None if gate is None else gate.weight, activation=text, biases=biases,
+        )  # fmt: skip
+
+
+def _named(text: str, products: tuple[Product, ...]) -> tuple[Product | None, Product, str]:
+    """Returns the gates, the other product, and what is computed of them."""
+    if len(products) == 1:
+        text = text.replace("@0", "up")
+        simple = {f"{act}(up)": act for act in ACTIVATIONS}
+        return None, products[0], simple.get(text, text)
+    for gate, up in ((0, 1), (1, 0)):
+        written = text.replace(f"@{gate}", "gate").replace(f"@{up}", "up")
+        for act in ACTIVATIONS:
+            if written in (f"mul({act}(gate), up)", f"mul(up, {act}(gate))"):
+                return products[gate], products[up], act
+    return products[0], products[1], text.replace("@0", "gate").replace("@1", "up")
