@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
-from autopar.capture.expert_loops import ExpertLoops
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
-from autopar.capture.row_counts import RowCounts
-from autopar.capture.selected import apply, selects
+from autopar.capture.stand_ins.expert_loops import ExpertLoops
+from autopar.capture.stand_ins.row_counts import RowCounts
+from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
 from autopar.capture.traced import BY_MASK
 from autopar.errors import CaptureError

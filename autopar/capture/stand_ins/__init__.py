@@ -1,1 +1,1 @@
-"""Functions that run instead of torch's while a model is traced."""
+"""Operations that stand in for what torch.export cannot trace as it is written."""
