@@ -71,9 +71,6 @@ class Weights:
             self.direct[id(weight.value)] = weight
         if weight.path("forward"):
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
-        if residual := sum(hop.residual for hop in weight.hops):
-            left = f"{weight.name}, what messages left out"
-            self.recorder.hold(self.recorder.allocate("gradient", left, float(residual)))
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
