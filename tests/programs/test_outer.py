@@ -29,6 +29,7 @@ METHODS = [
     "co2 over node, tau={}, beta=0.4, clip=0.002, penalty=rate",
     "co2 over node, tau={}, beta=0.4, clip=off, penalty=off",
     "diloco over node, tau={}, rate=0.8, beta=0.7",
+    "co2 over node, tau={}, beta=0.4, clip=0.002, penalty=rate, origin=round",
 ]
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.2),

@@ -79,9 +79,7 @@ def bytes_of(cases: list[str]) -> list[tuple[float, float, str]]:
         session = session_of(outer, "cpu: node=2, gpu=1")
         for step in range(5):
             session.step(**batch(step))
-        buckets = session._executor.rounds.buckets
-        kept = sum(t.nbytes for bucket in buckets for t in bucket.states.values())
-        kept += sum(bucket.message.nbytes for bucket in buckets if bucket.message is not None)
+        kept = sum(n for name, n in session.update_bytes().items() if name.startswith("outer_"))
         one = sum(p.nbytes for p in session._executor.program.weights.trained)
         text, losses = session.plan.to_toml(), [session.step(**batch(5)).item()]
         found.append((kept, one, text))
@@ -111,6 +109,7 @@ METHODS_OF_MEMORY = [
     "overlap over node, tau=2",
     "overlap over node, tau=2, beta=0",
     "co2 over node, tau=2",
+    "co2 over node, tau=2, origin=round",
     "diloco over node, tau=2",
 ]
 
