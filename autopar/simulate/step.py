@@ -13,7 +13,7 @@ from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.stage_graphs import SENT, is_trained
-from autopar.ir.update import shared_states
+from autopar.ir.update import nbytes_in, shared_states
 from autopar.lower.lines import Lowered
 from autopar.lower.program import lower
 from autopar.simulate.backward import backward
@@ -170,7 +170,6 @@ class _Step:
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
         self.owned += [updated.owned] if updated.owned is not None else []
-        for kept in plan.states(node, storage):
-            if kept.state.place == "device" and not kept.whole:
-                title = f"{node.name}, {kept.state.name}"
-                self.recorder.hold(self.recorder.allocate("optimizer", title, kept.nbytes))
+        own = [kept for kept in plan.states(node, storage) if not kept.whole]
+        if nbytes := nbytes_in(own, "device"):
+            self.recorder.hold(self.recorder.allocate("optimizer", node.name, nbytes))
