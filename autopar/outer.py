@@ -55,6 +55,7 @@ def co2(
     rate: float = 1.0,
     penalty: float | str = "rate",
     clip: float | None = 1.0,
+    origin: str = "anchor",
 ) -> Outer:
     """CO2 (Sun et al., arXiv:2401.16265): an outer momentum of averages that arrive a round late.
 
@@ -64,10 +65,13 @@ def co2(
         penalty: of the staleness gap: "rate" follows the learning rate, a number is constant, and
             "off" is 1.
         clip: bound of every element of the outer momentum; None for no bound.
+        origin: what a late average is compared with: the present "anchor", or with one more copy in
+            memory the one that its "round" began from.
     """
     return Outer.of(
         "co2", axis, tau, beta=beta, rate=rate, penalty=penalty,
         clip="off" if clip is None else clip,
+        origin=None if origin == "anchor" else origin,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Hop, Storage
-from autopar.ir.update import ADAMW, Update, owner_hops
+from autopar.ir.update import ADAMW, Kept, Update, owner_hops, states_of
 from autopar.plan_entries import (
     UNASKED,
     UNPREDICTED,
@@ -142,6 +142,19 @@ class StagePlan:
         rule = self.update.rule(leaf.target, own.shape)
         before = tuple(hop for hop in hops if hop.when != "update")
         return (*before, *owner_hops(rule, storage, own, self.mesh), *hops[len(before) :])
+
+    def states(self, leaf: Node, storage: Storage) -> tuple[Kept, ...]:
+        """Returns the states that a device keeps of a parameter; none if it is not trained.
+
+        Args:
+            leaf: the parameter.
+            storage: where it and its states lie.
+        """
+        if not leaf.requires_grad:
+            return ()
+        rule = self.update.rule(leaf.target, leaf.type.shape)
+        away, in_parts = self.offload.optimizer, self.fuses_update
+        return states_of(rule, storage, leaf.type, self.mesh, self.precision, away, in_parts)
 
     @property
     def fuses_update(self) -> bool:

@@ -4,6 +4,9 @@
 of Python's help pages as four replicas, by every outer method and number of local steps, with SGD
 and AdamW and three seeds. `--data digits --optimizers sgd` is one of four parts.
 
+`python benchmarks/local_updates.py settings --data digits --optimizers sgd --taus 6 --steps 480`
+trains with CO2's settings varied, under five rates and with rates that decay.
+
 `python benchmarks/local_updates.py confirm` compares runs of every method with those of four gloo
 processes.
 
@@ -42,6 +45,7 @@ from benchmarks.outer_convergence import (
     cases_of,
     confirm,
     losses_of,
+    settings_of,
 )
 from benchmarks.published.co2 import overlaps, throughputs
 from benchmarks.small_tasks import DATA
@@ -63,6 +67,18 @@ def converge(options: argparse.Namespace) -> None:
             rows += losses_of(data, optimizer, cases_of(taus), options.seeds, options.steps)
     keys = ("data", "optimizer", "method", "tau", "seed", "step")
     print(write(f"{PREFIX}_convergence", rows, keys=keys))
+
+
+def settings(options: argparse.Namespace) -> None:
+    """Trains with settings of CO2, and writes the losses of the last block of steps."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for data in options.data.split(","):
+        for optimizer in options.optimizers.split(","):
+            for tau in options.taus.split(","):
+                rows += settings_of(data, optimizer, int(tau), options.seeds, options.steps)
+    keys = ("data", "optimizer", "tau", "schedule", "times", "method", "seed")
+    print(write(f"{PREFIX}_settings", rows, keys=keys))
 
 
 def throughput(options: argparse.Namespace) -> None:
@@ -182,7 +198,7 @@ def picture() -> None:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ("convergence", "confirm", "throughput", "muon", "published", "worker")
+    parts = ("convergence", "settings", "confirm", "throughput", "muon", "published", "worker")
     parser.add_argument("what", nargs="?", choices=parts)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--picture", action="store_true")
@@ -205,6 +221,8 @@ def main() -> None:
         outer_throughput.worker(options.rates, options.seconds, options.out, names)
     elif options.what == "convergence":
         converge(options)
+    elif options.what == "settings":
+        settings(options)
     elif options.what == "confirm":
         rows = confirm(2 * BLOCK, [int(tau) for tau in options.taus.split(",")])
         print(write(f"{PREFIX}_confirmed", rows))

@@ -101,9 +101,7 @@ def measured(plan: str, optimizer: str) -> dict[str, Any]:
         began = time.perf_counter()
         session.step(**batch(step))
         spent.append(time.perf_counter() - began)
-    states = session.optimizer.state.values()
-    tensors = [v for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    nbytes = torch.tensor(float(sum(tensor.nbytes for tensor in tensors)))
+    nbytes = torch.tensor(float(sum(session.update_bytes().values())))
     dist.all_reduce(nbytes)
     planned = sum(row.optimizer for row in parameters(session.graph, session.plan.stage, ()))
     predicted = session.plan.stage.predicted.step_seconds

@@ -45,6 +45,24 @@ METHODS = {
     "co2, clip 0.01": "co2 over data, tau={}, clip=0.01",
     "diloco": "diloco over data, tau={}",
 }
+# Settings of CO2, beside methods with default ones: what it compares an average with, and how far
+# the anchor goes.
+SETTINGS = {
+    "local": "local over data, tau={}",
+    "overlap": "overlap over data, tau={}",
+    "slowmo": "slowmo over data, tau={}",
+    "co2": "co2 over data, tau={}",
+    "co2, no penalty": "co2 over data, tau={}, penalty=off",
+    "co2, beta 0": "co2 over data, tau={}, beta=0",
+    "co2, beta 0.5": "co2 over data, tau={}, beta=0.5",
+    "co2, rate 2": "co2 over data, tau={}, rate=2",
+    "co2, of round": "co2 over data, tau={}, origin=round",
+    "co2, of round, beta 0": "co2 over data, tau={}, origin=round, beta=0",
+    "co2, of round, beta 0.5": "co2 over data, tau={}, origin=round, beta=0.5",
+    "co2, of round, rate 2": "co2 over data, tau={}, origin=round, rate=2",
+}
+TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)  # the rates of `RATES`
+CONSTANT, COSINE = "constant", "cosine"
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 RATES = {("digits", "sgd"): 0.1, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.1,
          ("text", "adamw"): 3e-3}  # fmt: skip
@@ -134,11 +152,24 @@ def parts_of(data: str, seeds: int, steps: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def losses_of(
-    data: str, optimizer: str, cases: Sequence[Case], seeds: int, steps: int
+    data: str,
+    optimizer: str,
+    cases: Sequence[Case],
+    seeds: int,
+    steps: int,
+    times: float = 1.0,
+    schedule: str = CONSTANT,
 ) -> list[dict[str, Any]]:
-    """Returns rows of mean losses over replicas, a row for a case, a seed and some blocks."""
-    model = Stacked(data, seeds, len(cases))
-    update = OPTIMIZERS[optimizer](model.parameters(), lr=RATES[data, optimizer])
+    """Returns rows of mean losses over replicas, a row for a case, a seed and some blocks.
+
+    Args:
+        data, optimizer, cases, seeds: what is trained, and how often.
+        steps: number of batches.
+        times: factor of the rate in `RATES`.
+        schedule: of the rate: CONSTANT, or COSINE, to zero.
+    """
+    model, highest = Stacked(data, seeds, len(cases)), times * RATES[data, optimizer]
+    update = OPTIMIZERS[optimizer](model.parameters(), lr=highest, fused=True)
     shape = (len(cases), seeds, RANKS)
     views = [p.detach().view(*shape, *p.shape[1:]) for p in model.parameters()]
     going = {
@@ -159,10 +190,14 @@ def losses_of(
                     assert p.grad is not None
                     gradients = p.grad.view(view.shape)[at]
                     gradients.copy_(gradients.mean(1, keepdim=True).expand_as(gradients))
+        rate = highest
+        if schedule == COSINE:
+            rate *= (1 + math.cos(math.pi * (step - 1) / steps)) / 2
+        update.param_groups[0]["lr"] = rate
         update.step()
         losses = losses.detach().view(shape).mean(2).double()
         for at, rounds in going.items():
-            rounds.step(losses[at].mean(), RATES[data, optimizer])
+            rounds.step(losses[at].mean(), rate)
         block += losses
         if step % EVERY == 0 or step == steps:
             found += [
@@ -178,6 +213,20 @@ def losses_of(
 
 def _written(loss: float) -> float | str:
     return round(loss, 4) if math.isfinite(loss) else "diverged"
+
+
+def settings_of(
+    data: str, optimizer: str, tau: int, seeds: int, steps: int
+) -> list[dict[str, Any]]:
+    """Returns the last rows of every setting under several rates and both schedules."""
+    cases = [(PARALLEL, 1, ""), *((name, tau, text.format(tau)) for name, text in SETTINGS.items())]
+    return [
+        {**row, "schedule": schedule, "times": times}
+        for schedule in (CONSTANT, COSINE)
+        for times in TIMES
+        for row in losses_of(data, optimizer, cases, seeds, steps, times, schedule)
+        if row["step"] == steps
+    ]
 
 
 # On four processes --------------------------------------------------------------------------------

@@ -58,11 +58,12 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
         session.step(**batch)
     began, settling = time.perf_counter(), apart
     while settling:
-        number = session.rounds.number
+        number, tau = session.rounds.number, session.rounds.tau
         while session.rounds.number == number:
             session.step(**batch)
-        late = time.perf_counter() - began > seconds and number > 1
-        settling = not _first_says(late or session.rounds.number >= SETTLED)
+        late = time.perf_counter() - began > 2 * seconds and number > 1
+        steady = session.rounds.number >= SETTLED and session.rounds.tau == tau
+        settling = not _first_says(late or steady)
     dist.barrier()
     steps, going, taus = 0, True, list[int]()
     began = time.perf_counter()
@@ -94,8 +95,10 @@ def worker(rate: str, seconds: float, out: str, methods: Sequence[str]) -> None:
     """Measures methods on one rank; the first one writes rows to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [{"rate": rate, **timed(name, seconds)} for name in (ALONE, *methods)]
-    alone = rows[0]["samples_per_s"]
+    rows = [{"rate": rate, **timed(name, seconds)} for name in (ALONE, *methods, ALONE)]
+    again = rows.pop()  # before and after, as a machine's speed drifts
+    alone = (rows[0]["samples_per_s"] + again["samples_per_s"]) / 2
+    rows[0]["samples_per_s"] = round(alone, 2)
     for row in rows:
         row["of_alone"] = round(row["samples_per_s"] / alone, 4)
     if dist.get_rank() == 0:

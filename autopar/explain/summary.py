@@ -15,7 +15,7 @@ from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
-from autopar.ir.tensor import TensorType
+from autopar.ir.update import nbytes_in, shared_states
 from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
@@ -69,11 +69,12 @@ def explain(
     """
     moved = moves(graph, plan, price)
     table = parameters(graph, plan, moved)
+    shared = nbytes_in(shared_states(plan.precision), "device")
     memory: dict[str, float] = {
         "parameters": sum(parameter.nbytes for parameter in table),
         "gathered parameters": sum(parameter.gathered for parameter in table),
         "gradients": sum(parameter.gradient for parameter in table),
-        "optimizer": sum(parameter.optimizer for parameter in table),
+        "optimizer": sum((parameter.optimizer for parameter in table), shared),
         "activations": sum(cost.saved for cost in costs.values()),
     }
     sections = tuple(_sections(graph, plan, moved, costs))
@@ -118,12 +119,9 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
         own = plan.precision.updated(node.type, node.requires_grad)
         updated = times * storage.updated.local_bytes(own, plan.mesh)
         updated = updated if node.requires_grad else 0
-        master = updated if own != node.type else 0
         grads = times * storage.grads.local_bytes(own, plan.mesh)
         gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
-        rule = plan.update.rule(node.target, own.shape)
-        part = TensorType(own.dtype, storage.updated.local_shape(own.shape, plan.mesh))
-        states = times * rule.local_nbytes(own, part, plan.mesh.size) if updated else 0.0
+        states = plan.states(node, storage)
         rows.append(
             Parameter(
                 parameter_name(graph, node),
@@ -138,8 +136,8 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                0.0 if plan.offload.optimizer else master + states,
-                master + states if plan.offload.optimizer else 0.0,
+                times * nbytes_in(states, "device"),
+                times * nbytes_in(states, "host"),
             )
         )
     return tuple(rows)

@@ -7,9 +7,9 @@ optimum is lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
@@ -24,7 +24,7 @@ from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
-from autopar.ir.update import Rule, owner_hops
+from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
 from autopar.ir.update.ownership import OWNERS
 
 
@@ -89,29 +89,24 @@ class StoredTraffic:
     """Traffic and memory of one choice of a parameter, for any number of microbatches.
 
     Attributes:
-        tensor: type of the parameter.
-        own: type in which the optimizer updates it.
-        trained: whether it has a gradient.
         seconds: its collectives, each once, by when they run; see `storage.Hop`.
         nbytes: bytes of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s
             type.
-        states: bytes of the optimizer's states on this device.
+        states: returns its states, given whether they are in host memory, and whether a kernel
+            updates parts in flat buffers.
         apart: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
-        residual: bytes that compressed reductions keep from step to step, and what a step replaces.
+        residual: bytes of what compressed messages left out, which a step that is not made restores.
     """
 
-    tensor: TensorType
-    own: TensorType
-    trained: bool
     seconds: dict[str, float]
     nbytes: dict[str, float]
-    states: float
+    states: Callable[[bool, bool], tuple[Kept, ...]]
     apart: tuple[bool, bool]
     reducing: float
     at_end: bool
-    residual: float = 0.0
+    residual: float
 
     def cost(
         self,
@@ -142,13 +137,11 @@ class StoredTraffic:
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_apart, backward_apart = self.apart
         beside_result = max(self.reducing - updated, 0.0)
-        own_dtype = self.own != self.tensor
-        # The kernel updates parts in a buffer of their own; others are updated in place.
-        master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
-        state = self.states + master if self.trained else 0.0
-        host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
+        states = self.states(away is not None, fused)
+        state, host = (nbytes_in(states, place) for place in ("device", "host"))
+        coming = 0.0 if away is None else host * away.seconds
         nbytes: dict[Role, float] = {
-            "leaf": self.nbytes["held"] + state - host + self.residual,
+            "leaf": self.nbytes["held"] + state + self.residual,
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,
@@ -156,7 +149,7 @@ class StoredTraffic:
             "summed": beside_result if self.at_end else 0.0,
             "gradient": updated,
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
-            "update": 0.0 if fused else updated if away is None else away.share * (updated + state),
+            "update": 0.0 if fused else updated if away is None else away.share * (updated + host),
         }
         return StoredCost(
             (sum(totals.values()) + coming) / microbatches,
@@ -212,12 +205,13 @@ def stored_traffic(
         levels.append(whole + after + reduction_staging(hop, whole, after, mesh, accelerator))
         before = after
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
-    part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
-    states = rule.local_nbytes(own, part, mesh.size) if trained else 0.0
-    residual = 2.0 * sum(hop.residual for hop in hops)
-    return StoredTraffic(
-        tensor, own, trained, seconds, nbytes, states, apart, max(levels), at_end, residual
-    )
+    states = partial(states_of, rule, storage, tensor, mesh, precision) if trained else _no_states
+    residual = float(sum(hop.residual for hop in hops))
+    return StoredTraffic(seconds, nbytes, states, apart, max(levels), at_end, residual)
+
+
+def _no_states(away: bool, in_parts: bool) -> tuple[Kept, ...]:
+    return ()
 
 
 def bucket_of(graph: Graph) -> int:

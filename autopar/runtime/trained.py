@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -59,6 +60,19 @@ class Trained(ABC):
         Steps that float16's scaler skips to find its scale do not count.
         """
         return self._ready().update.check.nonfinite
+
+    def update_bytes(self) -> dict[str, int]:
+        """Returns the bytes of all tensors that updates keep on this rank, by names of states.
+
+        They are those that the plan predicts: masters, moments, averages, what compressed messages
+        have left out, and states of an outer method. Counts of steps are not among them.
+        """
+        program, found = self._ready(), Counter[str]()
+        kept = [*program.update.kept()]
+        kept += program.rounds.kept() if isinstance(program, LocalUpdates) else ()
+        for name, tensor in kept:
+            found[name] += tensor.nbytes
+        return dict(found)
 
     @property
     def rounds(self) -> Report:

@@ -17,8 +17,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
-from autopar.ir.tensor import DTYPE_BYTES, TensorType
-from autopar.ir.update import Rule, owner_hops
+from autopar.ir.tensor import DTYPE_BYTES
+from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
 from autopar.simulate.buffers import Buffer, Recorder
 from autopar.simulate.owned_update import Owned, owned_update
 from autopar.simulate.settings import Settings
@@ -36,7 +36,8 @@ class Updated:
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced.
         scattered: whether that is put beside those of all others.
-        states: bytes of the optimizer's states of it.
+        states: bytes of the states that its rule names.
+        coming: bytes of states that come from host memory for the update, if they lie there.
         owned: set if one device updates all of it, for the others.
     """
 
@@ -48,6 +49,7 @@ class Updated:
     sent: float = 0.0
     scattered: bool = False
     states: float = 0.0
+    coming: float = 0.0
     owned: Owned | None = None
 
 
@@ -80,11 +82,16 @@ def updated_in(
     master = precision.has_master(node.type, node.requires_grad)
     rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
     stays = "update" not in whens
-    part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
-    states = rule.local_nbytes(own, part, mesh.size) if node.requires_grad else 0.0
+    away: tuple[Kept, ...] = ()
+    if node.requires_grad:
+        away = states_of(rule, storage, node.type, mesh, precision, away=True)
+    coming = nbytes_in(away, "host")
+    states = coming - nbytes * master
     path = owner_hops(rule, storage, own, mesh) if node.requires_grad else ()
     owned = Owned(node.name, own, rule, path) if path else None
-    return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together, states, owned)
+    return Updated(
+        node.name, nbytes, own.dtype, rounded, stays, bucketed, together, states, coming, owned
+    )
 
 
 def update_works(
@@ -237,7 +244,7 @@ def _come(
     """The state of a bucket comes."""
     if number >= len(buckets):
         return None
-    nbytes = sum(each.states + bool(each.rounded) * each.nbytes for each in buckets[number])
+    nbytes = sum(each.coming for each in buckets[number])
     if not nbytes:
         return None
     title = f"state of {buckets[number][0].name}"

@@ -73,8 +73,8 @@ class Weights:
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
         if residual := sum(hop.residual for hop in weight.hops):
             # A step that is not made leaves it as it was: both exist until that is decided.
-            left = f"{weight.name}, what messages left out, before and after the step"
-            self.recorder.hold(self.recorder.allocate("gradient", left, 2.0 * residual))
+            left = f"{weight.name}, what messages left out before the step"
+            self.recorder.hold(self.recorder.allocate("gradient", left, float(residual)))
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)

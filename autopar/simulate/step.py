@@ -13,6 +13,7 @@ from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.stage_graphs import SENT, is_trained
+from autopar.ir.update import nbytes_in, shared_states
 from autopar.lower.lines import Lowered
 from autopar.lower.program import lower
 from autopar.simulate.backward import backward
@@ -148,6 +149,8 @@ class _Step:
         away = self.plan.offload.optimizer
         if nbytes := 0.0 if away else most_states(self.owned, self.plan.mesh.size):
             recorder.hold(recorder.allocate("optimizer", "states of whole parameters", nbytes))
+        for kept in shared_states(self.plan.precision):
+            recorder.hold(recorder.allocate("optimizer", kept.state.name, kept.nbytes))
 
     def _parameter(self, node: Node) -> None:
         """Allocates the states of a parameter."""
@@ -166,14 +169,7 @@ class _Step:
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
-        finer = storage.updated.dims != storage.held.dims
-        away = plan.offload.optimizer  # master weights included
-        if not away and (master or (plan.fuses_update and trained and finer)):
-            title = "master" if master else "updated part"
-            part = self.recorder.allocate("optimizer", f"{node.name}, {title}", updated.nbytes)
-            self.recorder.hold(part)
         self.owned += [updated.owned] if updated.owned is not None else []
-        whole = updated.owned is not None and updated.owned.rule.keeps_whole
-        if node.requires_grad and updated.states and not away and not whole:
-            states = self.recorder.allocate("optimizer", node.name, updated.states)
-            self.recorder.hold(states)
+        own = [kept for kept in plan.states(node, storage) if not kept.whole]
+        if nbytes := nbytes_in(own, "device"):
+            self.recorder.hold(self.recorder.allocate("optimizer", node.name, nbytes))

@@ -53,6 +53,20 @@ def test_streaming_diloco_is_torchfts(delay: int, alpha: float, first: list[floa
     assert [row[0] for row in played(text, 10)] == first
 
 
+def test_co2_by_hand() -> None:
+    """One parameter from 1, gradient 2 and rate 1, rounds of 2 steps: each takes 4 away.
+
+    Nothing has come after the first round: 1 -> -3, and the replica goes on. After the second one
+    -3 has come: m = (1 + 3) / 2 = 2, the anchor is -1. After the third one -7 has come, the end of
+    the second round: m = 0.5 * 2 + (-1 + 7) / 2 = 4, the anchor -5. With the origin of a round the
+    second one begins from 1 again: -3 comes twice, m = 2 and then 0.5 * 2 + (1 + 3) / 2 = 3.
+    """
+    rows = played("co2 over node, tau=2, beta=0.5, penalty=rate, clip=off", 6)
+    assert [row[0] for row in rows] == [1, -1, -3, -5, -1, -3, -5]
+    rows = played("co2 over node, tau=2, beta=0.5, clip=off, origin=round", 6)
+    assert [row[0] for row in rows] == [1, -1, 1, -1, -1, -3, -4]
+
+
 def test_slowmo_without_momentum_is_local_sgd() -> None:
     slow = played("slowmo over node, tau=3, beta=0, rate=1", 9)
     assert slow == played("local over node, tau=3", 9)
@@ -67,7 +81,7 @@ def test_slowmo_without_momentum_is_local_sgd() -> None:
         autopar.outer.slowmo("node", "auto"),
         autopar.outer.overlap("node", 2, beta=0.0),
         autopar.outer.co2("node", 12, penalty="off", clip=None),
-        autopar.outer.co2("node", 12, penalty=2.5, clip=0.5),
+        autopar.outer.co2("node", 12, penalty=2.5, clip=0.5, origin="round"),
         autopar.outer.diloco("node", 500),
         autopar.outer.streaming_diloco("node", 30, fragments=3, delay=2, message="int8"),
     ],
@@ -109,6 +123,8 @@ def test_tau_hides_the_synchronisation() -> None:
     assert best_tau(1.566, 0.109, late=True) == 15  # CO2's own figures
     assert best_tau(1.0, 1.0, late=False) == 20  # a twentieth of the time is exposed
     assert best_tau(0.0, 0.1, late=True) == 1
+    assert best_tau(0.1, 0.02, late=True, taken=0.04) == 50  # a twenty-fifth is taken
+    assert best_tau(0.1, 0.02, late=False, taken=0.1) == 200
 
 
 def test_a_method_is_one_file(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def simulated(
     text: str,
 ) -> Simulated:
     method, tau, given = _read(text)
-    number = {k: float(v) for k, v in given.items() if v not in ("off", "rate", "full")}
+    number = {k: float(v) for k, v in given.items() if v not in ("off", "rate", "full", "round")}
     networks = [copy.deepcopy(model) for _ in range(replicas)]
     optimizers = [optimizer(network.parameters()) for network in networks]
     gamma = optimizers[0].param_groups[0]["lr"]
@@ -47,6 +47,7 @@ def simulated(
     anchor = {k: v.clone() for k, v in start.items()}
     momentum = {k: torch.zeros_like(v) for k, v in start.items()}
     late: Values | None = None
+    began = dict(start)  # where the round that the late average ends has begun
     losses: list[list[float]] = [[] for _ in networks]
     rounds = 0
     for step, batch in enumerate(batches, 1):
@@ -62,7 +63,7 @@ def simulated(
             continue
         rounds += 1
         with torch.no_grad():
-            late = _round(networks, method, number, given, (anchor, momentum, late, gamma))
+            late = _round(networks, method, number, given, (anchor, momentum, late, began, gamma))
     last = [{k: v.detach().clone() for k, v in n.named_parameters()} for n in networks]
     mean = {k: sum(each[k] for each in last) / replicas for k in start}
     return Simulated(losses, last, mean if method == "local" else anchor, rounds)
@@ -73,9 +74,9 @@ def _round(
     method: str,
     number: dict[str, float],
     given: dict[str, str],
-    state: tuple[Values, Values, Values | None, float],
+    state: tuple[Values, Values, Values | None, Values, float],
 ) -> Values | None:
-    anchor, momentum, late, gamma = state
+    anchor, momentum, late, began, gamma = state
     own = [dict(network.named_parameters()) for network in networks]
     sent: Values = {}
     for name in anchor:
@@ -101,14 +102,17 @@ def _round(
             sent[name] = torch.stack(new).mean(0)
         elif method == "co2":
             new = [v.detach().clone() for v in values]
+            of_round = given.get("origin") == "round"
+            here = a
             if late is not None:
                 penalty = 2.0 if given["penalty"] == "rate" else 1.0  # the rate is constant
-                m = number["beta"] * m + (a - late[name]) / penalty
+                m = number["beta"] * m + ((began[name] if of_round else a) - late[name]) / penalty
                 if "clip" in number:
                     m = m.clamp(-number["clip"], number["clip"])
                 a = a - m
+            if late is not None or of_round:
                 new = [a] * len(own)
-            sent[name] = mean
+            sent[name], began[name] = mean, here
         else:
             raise ValueError(method)
         anchor[name], momentum[name] = a.clone(), m

@@ -23,9 +23,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "tensor": {"state": "ddp", "pins": SPLIT},
 }
 STEPS, TOLERANCE = 4, 1e-9
+Found = dict[str, tuple[list[float], dict[str, Tensor]]]  # losses and parameters by plan
 
 
-def _train(mesh: str, name: str, plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _train_all(mesh: str, given: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Found]:
+    """Returns what optimizers do under plans of their own."""
+    return {name: _train(mesh, name, plans) for name, plans in given.items()}
+
+
+def _train(mesh: str, name: str, plans: dict[str, dict[str, Any]]) -> Found:
     """Returns losses and parameters under every plan."""
     found = {}
     for plan, options in plans.items():
@@ -40,35 +46,56 @@ def _train(mesh: str, name: str, plans: dict[str, dict[str, Any]]) -> dict[str, 
     return found
 
 
-def _check(ranks: list[Any], name: str) -> None:
+def _check(mesh: str, given: dict[str, dict[str, dict[str, Any]]], count: int = 4) -> None:
+    for found in run_ranks(_train_all, mesh, given, count=count):
+        for name, plans in found.items():
+            _compare(name, plans)
+
+
+def _compare(name: str, found: Found) -> None:
     losses, state = reference(name, batches(STEPS))
-    for found in ranks:
-        for plan, (own, values) in found.items():
-            assert own == pytest.approx(losses, rel=TOLERANCE), (name, plan)
-            for key, value in state.items():
-                error = float((values[key] - value).abs().max())
-                assert error <= TOLERANCE, (name, plan, key, error)
+    for plan, (own, values) in found.items():
+        assert own == pytest.approx(losses, rel=TOLERANCE), (name, plan)
+        for key, value in state.items():
+            error = float((values[key] - value).abs().max())
+            assert error <= TOLERANCE, (name, plan, key, error)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_two_ranks_train_as_one_process(name: str) -> None:
-    _check(run_ranks(_train, "cpu: gpu=2", name, PLANS, count=2), name)
+def test_two_ranks_train_as_one_process() -> None:
+    """Muon in every plan, and others where their matrices are split, or all states."""
+    few = {plan: PLANS[plan] for plan in ("zero3", "tensor")}
+    _check("cpu: gpu=2", {name: PLANS if name == "muon" else few for name in FACTORIES}, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FACTORIES)
-def test_four_ranks_train_as_one_process(name: str) -> None:
-    _check(run_ranks(_train, "cpu: gpu=4", name, PLANS), name)
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_optimizer_trains_in_every_plan(count: int) -> None:
+    _check(f"cpu: gpu={count}", dict.fromkeys(FACTORIES, PLANS), count)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_replicas_of_parts_share_what_owners_need(name: str) -> None:
+BOTH = {
+    "both": {"state": "ddp", "pins": [data_parallel("node"), SPLIT]},
+    "zero1": {"state": "zero1", "pins": [data_parallel("node"), SPLIT]},
+}
+
+
+def test_replicas_of_parts_share_what_owners_need() -> None:
     """Tensor parallelism inside of data parallelism, with states split over neither or one."""
-    plans = {
-        "both": {"state": "ddp", "pins": [data_parallel("node"), SPLIT]},
-        "zero1": {"state": "zero1", "pins": [data_parallel("node"), SPLIT]},
-    }
-    _check(run_ranks(_train, "cpu: node=2, gpu=2", name, plans), name)
+    _check("cpu: node=2, gpu=2", {"muon": BOTH})
+
+
+@pytest.mark.slow
+def test_replicas_of_parts_train_by_every_optimizer() -> None:
+    _check("cpu: node=2, gpu=2", dict.fromkeys(FACTORIES, BOTH))
+
+
+def _save_and_resume(folder: str, names: list[str]) -> list[tuple[list[float], list[float]]]:
+    """Returns losses after a checkpoint under ZeRO-3, and those of a split program from it on."""
+    found = []
+    for name in names:
+        path = f"{folder}/{name}"
+        found.append((_save(path, name), _resume(path, name, "cpu: gpu=2", "tensor")))
+    return found
 
 
 def _save(folder: str, name: str) -> list[float]:
@@ -97,15 +124,15 @@ def _resume(folder: str, name: str, mesh: str, plan: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_checkpoints_are_resharded(name: str, tmp_path: Path) -> None:
+def test_checkpoints_are_resharded(tmp_path: Path) -> None:
     """Saved under ZeRO-3 on two ranks; resumed with split operators, and on one device."""
-    (losses, _) = run_ranks(_save, str(tmp_path / "c"), name, count=2)
-    whole, _ = reference(name, batches(STEPS))
-    assert losses == pytest.approx(whole[2:], rel=TOLERANCE)
-    for mesh, plan, count in (("cpu: gpu=2", "tensor", 2), ("cpu: gpu=1", "ddp", 1)):
-        for found in run_ranks(_resume, str(tmp_path / "c"), name, mesh, plan, count=count):
-            assert found == pytest.approx(whole[2:], rel=TOLERANCE), (mesh, plan)
+    names = list(FACTORIES)
+    ranks = run_ranks(_save_and_resume, str(tmp_path), names, count=2)
+    for number, name in enumerate(names):
+        whole, _ = reference(name, batches(STEPS))
+        alone = _resume(str(tmp_path / name), name, "cpu: gpu=1", "ddp")
+        for losses in (*ranks[0][number], *ranks[1][number], alone):
+            assert losses == pytest.approx(whole[2:], rel=TOLERANCE), name
 
 
 def test_muon_of_bf16_is_torchs_to_the_bit() -> None:

@@ -191,18 +191,6 @@ class Rule:
         """Returns whether the owner of a split parameter keeps its states whole."""
         return self.needs == WHOLE
 
-    def local_nbytes(self, own: TensorType, part: TensorType, devices: int) -> float:
-        """Returns the bytes of states on a device; of several owners, their mean.
-
-        Args:
-            own: the whole parameter, in the dtype of the update.
-            part: the part that the device updates.
-            devices: number among which whole parameters are dealt.
-        """
-        if self.needs == WHOLE and part.shape != own.shape:
-            return self.nbytes(own) / devices
-        return self.nbytes(part)
-
     def load(self, shape: Sequence[int]) -> float:
         """Returns the load of an owner of a parameter, by which they are dealt.
 

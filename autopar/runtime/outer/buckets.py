@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from autopar.runtime.ranks.channel import Channel, Waiting
 
 Key = tuple[int, torch.dtype, frozenset[str]]  # fragment, dtype, axes
 LIMIT = 2**25  # bytes of a bucket; one larger tensor forms its own
+CHUNK = 2**15  # elements that an outer method works on at a time
 
 
 @dataclass(eq=False)
@@ -61,6 +63,23 @@ class Bucket:
         """Returns views of a flat tensor, shaped like the tensors."""
         pieces = flat.split([tensor.numel() for tensor in self.tensors])
         return [p.view(t.shape) for p, t in zip(pieces, self.tensors, strict=True)]
+
+    def chunks(self, *flats: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields views of flat tensors, and the states of the same elements as a last item.
+
+        Outer methods work elementwise and in several passes: on a CPU the elements of a chunk stay
+        in its cache in between.
+        """
+        size = max(self.numel, 1) if self.device.type != "cpu" else CHUNK
+        for start in range(0, self.numel, size):
+            part = slice(start, start + size)
+            states = {name: flat[part] for name, flat in self.states.items()}
+            yield (*(flat[part] for flat in flats), states)
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return sum(tensor.numel() for tensor in self.tensors)
 
     def restart(self, method: Method) -> None:
         """Resets the states: anchors are copies of the tensors, other states are zero."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.replicas.tau import MOST, Tau
+from autopar.ir.replicas.tau import Tau
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
+from autopar.runtime.outer.round_clock import RoundClock, best_tau
 from autopar.runtime.outer.survivors import Survivors
 from autopar.runtime.ranks.channel import Channel, Waiting
 
-EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
-_STEADY = 0.1  # relative change of tau that is ignored
-_LOSS, _STEP, _SYNC = range(3)  # positions in a replica's report
+_STEADY = 0.1  # relative change of seconds that changes nothing
+_LOSS, _STEP, _SYNC, _TAKEN = range(4)  # positions in a replica's report
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,11 @@ class Report:
         number: number of completed rounds.
         tau: steps of the next round.
         loss: mean over replicas and steps of the last round that all have reported; NaN before.
-        step_seconds: seconds of a local step and of overlapping work on the slowest device.
+        step_seconds: seconds of a local step on the slowest device, beside messages or not.
         sync_seconds: seconds from the first send to the last arrival on the slowest device.
         waited: seconds that this rank waited at the end of the last round.
+        taken_seconds: of a round, which a synchronisation takes from the steps of the slowest
+            device although it overlaps: the outer update, and slower steps.
     """
 
     number: int = 0
@@ -46,21 +48,7 @@ class Report:
     step_seconds: float = 0.0
     sync_seconds: float = 0.0
     waited: float = 0.0
-
-
-def best_tau(sync: float, step: float, late: bool) -> int:
-    """Returns the smallest number of steps in a round that hides a synchronisation.
-
-    A late method overlaps it with a whole round: ceil(sync / step). Any other waits for it, and the
-    round is so long that the wait takes at most 5 % of the time of its steps.
-
-    Args:
-        sync, step: seconds of both, measured while they overlap, which includes contention.
-        late: whether the method applies averages one round late.
-    """
-    if step <= 0:
-        return 1
-    return max(1, min(MOST, math.ceil(sync / (step if late else step * EXPOSED))))
+    taken_seconds: float = 0.0
 
 
 class Rounds:
@@ -97,13 +85,13 @@ class Rounds:
         self._tau, self._slowest, self._settle = tau, slowest, settle
         self.count = 1 if channel is None else len(channel.ranks)
         self.steps, self.at, self.highest = 0, 0, 0.0
-        self.first_loss, self._waited, self._sync = math.nan, 0.0, 0.0
+        self.first_loss, self._sync = math.nan, 0.0
         self._device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
         self._facts: Tensor | None = None  # of all replicas, and of this one
         self._told = torch.empty(0)
         self._telling: Waiting | None = None
-        self._departed, self._began = 0.0, time.perf_counter()
+        self._departed, self.clock = 0.0, RoundClock()
         self.report = Report(tau=self._choose(math.nan, 1))
 
     def step(self, loss: Tensor, rate: float) -> None:
@@ -113,6 +101,7 @@ class Rounds:
             loss: of this replica.
             rate: the inner learning rate.
         """
+        self.clock.arrived(self._sending)
         self.steps += 1
         self.at += 1
         self._losses += loss.detach().double()
@@ -125,10 +114,15 @@ class Rounds:
             self._exchange(self.method, now)
         if self.at >= self.report.tau:
             self._end()
+        self.clock.left(self._sending)
+
+    @property
+    def _sending(self) -> bool:
+        return not all(bucket.is_sent for bucket in self.buckets)
 
     def _look(self) -> None:
         """Records the time at which all messages have arrived."""
-        if self._departed and all(bucket.is_sent for bucket in self.buckets):
+        if self._departed and not self._sending:
             self._sync, self._departed = time.perf_counter() - self._departed, 0.0
 
     # Synchronisation ------------------------------------------------------------------------------
@@ -163,7 +157,10 @@ class Rounds:
 
     def _gathered(self, buckets: Sequence[Bucket], survivors: Survivors) -> None:
         """Waits for sums; if replicas are lost, all that is in flight is added up without them."""
-        start = time.perf_counter()
+        with self.clock.waiting():
+            self._agree(buckets, survivors)
+
+    def _agree(self, buckets: Sequence[Bucket], survivors: Survivors) -> None:
         waiting = [bucket for bucket in buckets if bucket.work is not None]
         while not survivors.agree(self._works(waiting)):
             flying = [bucket for bucket in self.buckets if bucket.work is not None]
@@ -178,7 +175,6 @@ class Rounds:
                 self._share()
         for bucket in waiting:
             bucket.arrive(self.count, self.method.quantised)
-        self._waited += time.perf_counter() - start
 
     def _works(self, buckets: Sequence[Bucket]) -> list[Waiting]:
         works = [bucket.work for bucket in buckets]
@@ -192,7 +188,8 @@ class Rounds:
             self._send(bucket, method.outgoing(values, bucket.states))
         self._arrive(bucket)
         assert bucket.message is not None
-        method.update(values, bucket.message, bucket.states, now)
+        for x, average, states in bucket.chunks(values, bucket.message):
+            method.update(x, average, states, now)
         bucket.give(values)
         bucket.message = None
 
@@ -207,7 +204,8 @@ class Rounds:
             values = bucket.values()
             if bucket.message is None:
                 bucket.message = torch.empty_like(values)
-            method.exchange(values, bucket.message, arrived, bucket.states, now)
+            for x, message, states in bucket.chunks(values, bucket.message):
+                method.exchange(x, message, arrived, states, now)
             bucket.give(values)
         self._note()
         self._depart()
@@ -232,9 +230,8 @@ class Rounds:
             bucket.send(message, self.channel, self.method.quantised)
 
     def _arrive(self, bucket: Bucket) -> None:
-        start = time.perf_counter()
-        bucket.arrive(self.count, self.method.quantised)
-        self._waited += time.perf_counter() - start
+        with self.clock.waiting():
+            bucket.arrive(self.count, self.method.quantised)
 
     # The end of a round -------------------------------------------------------------------------
 
@@ -242,42 +239,40 @@ class Rounds:
         """Exchanges reports with the other replicas and starts the next round."""
         if not self.method.late:
             self._note()
-        seconds = time.perf_counter() - self._began - self._waited
         if self.method.late:
             heard = self._hear()
-            self._tell(seconds)
+            self._tell()
         else:
-            self._tell(seconds)
+            self._tell()
             heard = self._hear()
-        report = self.report
-        loss, step, sync = (report.loss, report.step_seconds, report.sync_seconds)
+        report = replace(self.report, number=self.report.number + 1, waited=self.clock.waited)
+        measured = report.tau
         if heard is not None:
-            loss, step, sync = heard
+            loss, step, sync, taken = heard
             if math.isnan(self.first_loss):
                 self.first_loss = loss
-        measured = self._measured(sync, step) if heard is not None else report.tau
-        self.report = Report(
-            report.number + 1, self._choose(loss, measured), loss, step, sync, self._waited
-        )
-        self.at, self._waited, self._began = 0, 0.0, time.perf_counter()
+            measured = self._measured(sync, step, taken)
+            report = replace(
+                report, loss=loss, step_seconds=step, sync_seconds=sync, taken_seconds=taken
+            )
+        self.report = replace(report, tau=self._choose(report.loss, measured))
+        self.at = 0
+        self.clock.start()
         self._losses.zero_()
 
-    def _measured(self, sync: float, step: float) -> int:
-        best, before = best_tau(sync, step, self.method.late), self.report.tau
-        return before if abs(best - before) <= _STEADY * before else best
+    def _measured(self, sync: float, step: float, taken: float) -> int:
+        late, before = self.method.late, self.report.tau
+        sync *= 1 + _STEADY * late  # what is late once is exposed
+        best = best_tau(sync, step, late, taken)
+        return before if (1 - _STEADY) * before <= best <= before else best
 
     def _choose(self, loss: float, measured: int) -> int:
         return self._tau.steps_at(self.steps, loss, self.first_loss, measured)
 
-    def _tell(self, seconds: float) -> None:
-        self._facts = torch.stack(
-            [
-                self._losses / self.at,
-                *torch.tensor(
-                    [seconds / self.at, self._sync], dtype=torch.float64, device=self._device
-                ),
-            ]
-        )
+    def _tell(self) -> None:
+        seconds = [self.clock.step, self._sync, self.clock.taken]
+        rest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        self._facts = torch.cat([(self._losses / self.at).view(1), rest])
         self._facts[_STEP:] = self._slowest(self._facts[_STEP:])
         self._told = self._facts.clone()
         self._share()
@@ -289,22 +284,30 @@ class Rounds:
         if self.channel is not None:
             self._telling = self.channel.all_reduce_beside(self._facts)
 
-    def _hear(self) -> tuple[float, float, float] | None:
-        """Returns the means of loss, step and synchronisation; None if no replica has reported."""
+    def _hear(self) -> list[float] | None:
+        """Returns the means of the replicas' reports; None if no replica has reported."""
         if self._facts is None:
             return None
         if self._telling is not None and self.survivors is not None:
             self._gathered((), self.survivors)
         if self._telling is not None:
-            start = time.perf_counter()
-            self._telling.wait()
-            self._waited += time.perf_counter() - start
+            with self.clock.waiting():
+                self._telling.wait()
             self._telling = None
-        loss, step, sync = (self._facts / self.count).tolist()
+        means: list[float] = (self._facts / self.count).tolist()
         self._facts = None
-        return loss, step, sync
+        return means
 
     # State --------------------------------------------------------------------------------------
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of the outer method, by the names of their states in the update."""
+        for bucket in self.buckets:
+            for name, value in (
+                *bucket.states.items(), ("message", bucket.message), ("sent", bucket.sent)
+            ):  # fmt: skip
+                if value is not None:
+                    yield f"outer_{name}", value
 
     def settle(self) -> None:
         """Waits for messages in flight without applying them."""
@@ -322,7 +325,8 @@ class Rounds:
         for bucket in self.buckets:
             bucket.restart(self.method)
         self.steps, self.at, self.highest, self.first_loss = 0, 0, 0.0, math.nan
-        self._facts, self._departed, self._began = None, 0.0, time.perf_counter()
+        self._facts, self._departed = None, 0.0
+        self.clock.start()
         self._losses.zero_()
         self.report = Report(tau=self._choose(math.nan, 1))
 
@@ -348,4 +352,5 @@ class Rounds:
         self._facts = None
         if facts is not None:
             self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
-        self._departed, self._began = 0.0, time.perf_counter()
+        self._departed = 0.0
+        self.clock.start()

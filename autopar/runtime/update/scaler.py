@@ -8,7 +8,7 @@ so that a step need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class Scaler:
         Below 1e-4 it is the model's own (fairseq's `min_loss_scale`).
         """
         return self.factor >= _LEAST
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields its tensors by the names of `ir/update/kept_states.shared_states`."""
+        yield from (("loss_scale", self.factor), ("good_steps", self._good))
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from autopar.runtime.offload.optimizer_state import HostState, buckets
 from autopar.runtime.parameters.pieces import Squares, clip, squares_of
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.update.groups import Options, grouped
+from autopar.runtime.update.kept_tensors import kept_tensors
 from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, refuse_what_steps_break
 from autopar.runtime.update.owners import (
@@ -166,6 +167,13 @@ class Update:
         if self.away is not None:
             self.away.settle()
 
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor that this rank keeps from step to step, by the name of its state."""
+        wholes = whole_parameters(self.owners)
+        yield from kept_tensors(self._weights, self.optimizer, wholes, self.averages)
+        if self.scaler is not None:
+            yield from self.scaler.kept()
+
     def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns the averages of some parameters, on the device."""
         return [self.averages[id(parameter)].to(parameter.device) for parameter in parameters]
@@ -312,11 +320,12 @@ class Update:
 
     @torch.no_grad()
     def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:
-        if self.training.ema is not None:
-            part = 1 - self.training.ema
-            for parameter in parameters:
-                made = stepped.to(parameter.dtype) if isinstance(stepped, Tensor) else stepped
-                self.averages[id(parameter)].lerp_(parameter, made * part)
+        if not self.averages:
+            return
+        part = 1 - (self.training.ema or 0.0)
+        for parameter in parameters:
+            made = stepped.to(parameter.dtype) if isinstance(stepped, Tensor) else stepped
+            self.averages[id(parameter)].lerp_(parameter, made * part)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state that is alike on all ranks and is not an option of the optimizer."""

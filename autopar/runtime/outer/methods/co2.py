@@ -11,6 +11,13 @@ either can be disabled. The penalty is the given number, or
     1 + gamma / (maximal gamma so far),    gamma the inner learning rate,
 
 since the gap between an average and the anchor grows with the learning rate.
+
+The anchor of the formula is the present one, which has moved since the averaged round began. So a
+difference takes back what the anchor moved in between: with beta 0 and penalty 1 two sequences of
+parameters take turns, and each advances in every second round only. With `origin=round` an average
+is compared with the anchor that its own round began from, and no round's progress is lost. Every
+round then begins from the anchor, the second one too, and a fourth copy is kept, as the paper
+counts.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from torch import Tensor
 
 from autopar.runtime.outer.method import OFF, LateMethod, Now, Option
 
-_RATE = "rate"
+_RATE, _ROUND = "rate", "round"
 
 
 class CO2(LateMethod):
@@ -33,22 +40,32 @@ class CO2(LateMethod):
         "rate": Option(1.0),
         "penalty": Option(_RATE, 1.0, 1e6, (_RATE, OFF)),
         "clip": Option(1.0, 1e-12, 1e12, (OFF,)),
+        "origin": Option("anchor", 1.0, 0.0, ("anchor", _ROUND)),
     }
     STATES = ("anchor", "momentum")
     CHANGES = "replicas take tau steps apart, and an outer momentum uses averages a round late"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The anchor and its momentum; and where the last round began, if that is the origin."""
+        return (*self.STATES, "began") if self.options["origin"] == _ROUND else self.STATES
 
     def exchange(
         self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
     ) -> None:
         """Applies the outer step to the last average and sends the result of the round."""
-        anchor, momentum = states["anchor"], states["momentum"]
+        anchor, momentum, began = states["anchor"], states["momentum"], states.get("began")
         if arrived:
-            momentum.mul_(self.number("beta")).add_((anchor - message).div_(self.penalty(now)))
+            gap = (anchor if began is None else began) - message
+            momentum.mul_(self.number("beta")).add_(gap.div_(self.penalty(now)))
             if self.options["clip"] != OFF:
                 momentum.clamp_(-self.number("clip"), self.number("clip"))
+        if began is not None:
+            began.copy_(anchor)  # of the round that ends now, whose average is sent
+        if arrived:
             anchor.sub_(momentum * self.number("rate"))
         message.copy_(x)
-        if arrived:
+        if arrived or began is not None:
             x.copy_(anchor)
 
     def penalty(self, now: Now) -> float:

@@ -1,0 +1,102 @@
+"""Clock of a round: seconds of its local steps, and what a synchronisation takes from them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+from autopar.ir.replicas.tau import MOST
+
+EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
+TAKEN = 0.04  # share of a step's seconds that one which overlaps may take nevertheless
+SEEN, FEW = 64, 16  # last steps that are compared, and the fewest
+
+
+def best_tau(sync: float, step: float, late: bool, taken: float = 0.0) -> int:
+    """Returns the smallest number of steps in a round that hides a synchronisation.
+
+    A late method overlaps it with a whole round: ceil(sync / step). Any other waits for it, and the
+    round is so long that the wait takes at most 5 % of the time of its steps, which includes what
+    is taken from them. Of a late method that is at most 4 %.
+
+    Args:
+        sync, step: seconds of both, measured while they overlap, which includes contention.
+        late: whether the method applies averages one round late.
+        taken: seconds of a round that no overlap hides; see `RoundClock.taken`.
+    """
+    if step <= 0:
+        return 1
+    hidden = max(sync / step, taken / (step * TAKEN))
+    return max(1, min(MOST, math.ceil(hidden if late else (sync + taken) / (step * EXPOSED))))
+
+
+class RoundClock:
+    """Times one round after another.
+
+    A local step is the time between a call of `left` and the next one of `arrived`: all that the
+    program does apart from synchronising.
+
+    Attributes:
+        waited: seconds that this rank waited for messages in this round.
+    """
+
+    def __init__(self) -> None:
+        # Seconds of the last steps, with nothing on its way beside them, and with a message.
+        self._last: tuple[deque[float], deque[float]] = (deque(maxlen=SEEN), deque(maxlen=SEEN))
+        self.start()
+
+    def start(self) -> None:
+        """Begins a round."""
+        self.waited, self._outer = 0.0, 0.0
+        self._local, self._steps, self._beside = 0.0, 0, 0
+        self._sending, self._since = False, time.perf_counter()
+
+    def arrived(self, sending: bool) -> None:
+        """Ends a local step.
+
+        Args:
+            sending: whether a message is still on its way; it slows steps down.
+        """
+        seconds, beside = time.perf_counter() - self._since, self._sending or sending
+        self._last[beside].append(seconds)
+        self._local, self._steps = self._local + seconds, self._steps + 1
+        self._beside += beside
+        self._since += seconds
+
+    def left(self, sending: bool) -> None:
+        """Begins the next local step."""
+        now = time.perf_counter()
+        self._outer += now - self._since
+        self._since, self._sending = now, sending
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts seconds as those of waiting."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - start
+
+    @property
+    def step(self) -> float:
+        """Returns the mean seconds of a local step of the round."""
+        return self._local / max(self._steps, 1)
+
+    @property
+    def taken(self) -> float:
+        """Returns the seconds that a synchronisation takes from steps although it overlaps.
+
+        They are those of the outer update, and those by which a message slows steps down, as far as
+        the last steps show it.
+        """
+        alone, beside = self._last
+        slower = 0.0
+        if min(len(alone), len(beside)) >= FEW:
+            slower = self._beside * max(median(beside) - median(alone), 0.0)
+        outer = self._outer + time.perf_counter() - self._since - self.waited
+        return max(outer, 0.0) + slower
