@@ -47,7 +47,8 @@ from torch.multiprocessing.spawn import spawn
 import autopar
 from autopar.errors import NonFiniteError
 from autopar.inter_op.complete import complete
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.steady_state import steady
 from autopar.plan import Plan
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.runtime.pipeline.stage import Stage
@@ -218,7 +219,7 @@ def promise(schedule: str, seconds: float, hops: list[float]) -> float:
     between = [hops[min(pair)] if pair[0] != pair[1] else 0.0 for pair in pairwise(ranks)]
     if made.flushes:
         return simulate(made, costs, between).seconds
-    return steady(made, complete(made), costs, between)[0]
+    return steady(complete(made), costs, between)[0]
 
 
 def lasting(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -16,8 +16,9 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt, legend
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import Recipe, schedule, schedules
+from autopar.inter_op.steady_state import steady
 from autopar.ir.action import format_row
 from autopar.ir.pipeline_step import Step
 
@@ -176,7 +177,7 @@ def _figures(built: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, 
     seconds, bubble, joined = timeline.seconds, timeline.bubble, timeline.joined_bubble
     if not built.flushes:
         costs, borders = _costs(built, wanted)
-        seconds, bubble = steady(built, complete(built), costs, borders)
+        seconds, bubble = steady(complete(built), costs, borders)
         joined = bubble
     allow = schedules()[built.name].allow
     return {

@@ -19,9 +19,10 @@ from functools import cache
 from autopar.errors import ScheduleError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.stage_values import Law
+from autopar.inter_op.steady_state import steady
 
 _ROUNDS = 3  # simulated microbatches per rank
 _RANKS = 8  # ranks in the simulation of transfers
@@ -77,7 +78,7 @@ def law(name: str, **options: int) -> Law:
             if made.flushes:
                 bubble = simulate(made, costs).bubble
             else:
-                bubble = steady(made, complete(made), costs)[1]
+                bubble = steady(complete(made), costs)[1]
         return bubble / (1 - bubble) * microbatches / (ranks - 1)
 
     def in_flight(last: int, ranks: int, microbatches: int) -> float:
@@ -104,7 +105,7 @@ def _exposed(name: str, options: dict[str, int]) -> float:
         costs = [StageCost(part / 3, part / 3, part / 3)] * made.stages
         borders = [transfer * part / 2] * (made.stages - 1)
         if not made.flushes:
-            return steady(made, complete(made), costs, borders)[0]
+            return steady(complete(made), costs, borders)[0]
         return simulate(made, costs, borders).seconds
 
     few, many = _ROUNDS * _RANKS, 2 * _ROUNDS * _RANKS

@@ -34,7 +34,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _SEND_F, _BEGIN, _UPDATE = (CODE[kind] for kind in ("SEND_F", SYNC_BEGIN, UPDATE))
 _STEADY = 3  # periods simulated after the warm-up
-_MORE = 4  # further periods, over which the steady state is measured
 
 
 class StageCost(NamedTuple):
@@ -75,33 +74,6 @@ def simulate(
         DeadlockError: actions of the schedule wait for one another.
     """
     return prepare(step).run(costs, transfers, returns)
-
-
-def steady(
-    schedule: Schedule,
-    step: Step,
-    costs: Sequence[StageCost],
-    transfers: Sequence[float] = (),
-    returns: Sequence[float] | None = None,
-) -> tuple[float, float]:
-    """Returns the seconds of a steady-state period and the idle fraction of the ranks.
-
-    Args:
-        schedule: a schedule that does not flush.
-        step: its complete rows of one period.
-        costs, transfers, returns: as in `Prepared.run`.
-
-    Raises:
-        ScheduleError, DeadlockError: as `simulate`.
-    """
-    few = schedule.warm_up + _STEADY
-    before, after = (
-        simulate(step.unrolled(periods), costs, transfers, returns)
-        for periods in (few, few + _MORE)
-    )
-    seconds = (after.seconds - before.seconds) / _MORE
-    busy = (sum(after.busy) - sum(before.busy)) / _MORE / len(step.rows)
-    return seconds, 1 - busy / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,19 +118,11 @@ class Prepared:
         Raises:
             ScheduleError: the number of costs is wrong, or a figure is negative or not a number.
         """
-        back = transfers if returns is None else returns
-        table, hops = _figures(self.step.stages, costs, transfers, back)
-        seconds = np.zeros((len(KINDS), self.step.stages))
-        seconds[: len(COMPUTE)] = table[0], table[1] + table[2], table[1], table[2]
-        seconds[_UPDATE] = table[5]
-        duration = seconds[self.kind, self.stage]
-        way = np.where(self.kind == _SEND_F, 0, 1)
-        travel = np.where(self.hop >= 0, hops[way, np.maximum(self.hop, 0)], 0.0)
-        travel = np.where(self.kind == _BEGIN, table[6][self.stage], travel)
+        table, duration, travel = self.seconds_of(costs, transfers, returns)
         end, leaving, arrival = _run(
             self.order, self.begins, self.needs, self.first, self.link, duration, travel
         )
-        released = np.zeros_like(seconds)
+        released = np.zeros((len(KINDS), self.step.stages))
         released[: len(COMPUTE)] = -table[3], table[3], table[3] - table[4], table[4]
         kept = -released[self.kind, self.stage]
         counted = np.zeros(len(KINDS), np.int64)
@@ -179,6 +143,27 @@ class Prepared:
             tuple(float(np.cumsum(kept[row]).max(initial=0)) for row in rows),
             lambda: self._transfers(leaving, arrival),
         )
+
+    def seconds_of(
+        self,
+        costs: Sequence[StageCost],
+        transfers: Sequence[float] = (),
+        returns: Sequence[float] | None = None,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Returns the costs by field and stage, and the seconds of every action.
+
+        The latter are those in which an action occupies its rank, and those of its transfer.
+        Arguments and errors are those of `run`.
+        """
+        back = transfers if returns is None else returns
+        table, hops = _figures(self.step.stages, costs, transfers, back)
+        seconds = np.zeros((len(KINDS), self.step.stages))
+        seconds[: len(COMPUTE)] = table[0], table[1] + table[2], table[1], table[2]
+        seconds[_UPDATE] = table[5]
+        way = np.where(self.kind == _SEND_F, 0, 1)
+        travel = np.where(self.hop >= 0, hops[way, np.maximum(self.hop, 0)], 0.0)
+        travel = np.where(self.kind == _BEGIN, table[6][self.stage], travel)
+        return table, seconds[self.kind, self.stage], travel
 
     def _transfers(self, leaving: Floats, arrival: Floats) -> tuple[Span, ...]:
         """Returns the transfers that take time, with their sending ranks."""

@@ -158,8 +158,7 @@ def unrolled(rows: Sequence[Row], microbatches: int, periods: int) -> tuple[Row,
     """
     if flushes(rows) and periods == 1:
         return tuple(rows)
-    behind = -min((a.microbatch for row in rows for a in row if a.microbatch != ALL), default=0)
-    drain = -(-max(behind, 0) // microbatches)
+    drain = draining(rows, microbatches)
     return tuple(
         tuple(
             moved
@@ -169,6 +168,12 @@ def unrolled(rows: Sequence[Row], microbatches: int, periods: int) -> tuple[Row,
         )
         for row in rows
     )
+
+
+def draining(rows: Sequence[Row], microbatches: int) -> int:
+    """Returns for how many periods rows run without new microbatches to finish the last ones."""
+    behind = -min((a.microbatch for row in rows for a in row if a.microbatch != ALL), default=0)
+    return -(-max(behind, 0) // microbatches)
 
 
 def at_period(row: Row, microbatches: int, period: int) -> Row:

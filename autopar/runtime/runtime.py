@@ -6,7 +6,7 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,9 +23,44 @@ from autopar.runtime.communication.refetch import Refetch, unpack
 from autopar.runtime.offload.activations import Stow
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, Piece
-from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.random import Random
 from autopar.runtime.ranks.shared import Peers
+
+
+class Given(Mapping[str, Tensor]):
+    """Local parameters, of which some are collected from the place where they are first read.
+
+    Autograd runs the latest node of a forward first. The gradient of a parameter that the program
+    took before its first operator would therefore be held until the end of the backward.
+
+    Args:
+        named: all parameters and buffers.
+        collected: those whose gradients are collected.
+        use: returns a parameter as operators use it.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        collected: Mapping[str, Weight],
+        use: Callable[[Tensor, Weight], Tensor],
+    ) -> None:
+        self._named, self._collected, self._use = named, collected, use
+        self._used: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._collected:
+            return self._named[key]
+        if key not in self._used:
+            self._used[key] = self._use(self._named[key], self._collected[key])
+        return self._used[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
 
 
 class Runtime(Communicator):
@@ -70,12 +105,9 @@ class Runtime(Communicator):
         """
         if self.gradients is None or not torch.is_grad_enabled():
             return named
-        given = dict(named)
-        for key, tensor in named.items():
-            weight = self.gradients.weights.get(id(tensor))
-            if weight is not None and not weight.storage.moves:
-                given[key] = self.use(tensor, weight)
-        return given
+        known = self.gradients.weights
+        collected = {k: known[id(tensor)] for k, tensor in named.items() if id(tensor) in known}
+        return Given(named, {k: w for k, w in collected.items() if not w.storage.moves}, self.use)
 
     @contextmanager
     def writing(self, writes: Writes) -> Iterator[None]:

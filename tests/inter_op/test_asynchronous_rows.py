@@ -15,7 +15,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.judges.weights_judge import StageWeights, check_weights, walk
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import (
     allowed,
     candidates,
@@ -25,6 +25,7 @@ from autopar.inter_op.schedules import (
     schedules,
 )
 from autopar.inter_op.schedules.pipedream import versions_of_replicas
+from autopar.inter_op.steady_state import steady
 from autopar.ir.action import UPDATE, Action, parse_row
 from autopar.ir.pipeline_step import Step, Wiring, unrolled
 
@@ -79,7 +80,7 @@ def test_no_rank_is_idle_in_the_steady_state(name: str, options: dict[str, int])
     for made in legal(name, options):
         for cost in (StageCost(1, 1, 1), StageCost(2, 1, 1), StageCost(1, 1, 1, update=0.5)):
             costs = [cost] * made.stages
-            seconds, bubble = steady(made, complete(made), costs)
+            seconds, bubble = steady(complete(made), costs)
             updates = sum(one.kind == UPDATE for one in made.rows[0])
             work = made.microbatches * (cost.forward + cost.input + cost.weight)
             assert seconds == pytest.approx(work + updates * cost.update)
@@ -93,7 +94,7 @@ def test_sums_beside_later_steps_are_waited_for_where_they_do_not_arrive() -> No
         busy, span = 3 * microbatches, 3 * (microbatches + stages - 1)
         for sums in (0.0, 0.9 * span, 1.5 * span):
             costs = [StageCost(sums=sums)] * stages
-            seconds, idle = steady(made, complete(made), costs)
+            seconds, idle = steady(complete(made), costs)
             assert seconds == pytest.approx(max(span, sums))
             assert idle == pytest.approx(1 - busy / seconds)
         assert made.bubble(Times()) == pytest.approx(1 - busy / span)

@@ -18,9 +18,10 @@ from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.pipeline_timeline import Timeline
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import candidates, schedule
 from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress, Stage
+from autopar.inter_op.steady_state import steady
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
@@ -282,7 +283,7 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
     timeline = simulate(rows, stage_costs, hops)
     if rows.flushes:
         return timeline.seconds + max(stage.once for stage in pipeline.stages), timeline
-    return steady(rows, complete(rows), stage_costs, hops)[0], timeline
+    return steady(complete(rows), stage_costs, hops)[0], timeline
 
 
 class Borders:

@@ -20,7 +20,8 @@ from autopar.errors import PlanError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule
-from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.steady_state import steady
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.collective import Collective
 from autopar.ir.crossing import Side, crossing
@@ -142,7 +143,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         seconds, bubble = timeline.seconds, timeline.bubble
     else:
         timeline = simulate(step.unrolled(schedule.warm_up + 1), costs, *hops)
-        seconds, bubble = steady(schedule, step, costs, *hops)
+        seconds, bubble = steady(step, costs, *hops)
     ranks, memory, copies = [], [], copies_of(schedule, wiring)
     for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
         number, copy = stages[0]

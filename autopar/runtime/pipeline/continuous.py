@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.ir.action import ALL, COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
-from autopar.ir.pipeline_step import ahead, at_period, in_update, versions
+from autopar.ir.action import COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
+from autopar.ir.pipeline_step import ahead, at_period, draining, in_update, versions
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
@@ -268,8 +268,7 @@ class Continuous:
             return
         self.broken_off = True
         last, period = self._period * self._size, self._period
-        behind = -min(action.microbatch for action in self._row if action.microbatch != ALL)
-        for later in range(-(-max(behind, 0) // self._size)):
+        for later in range(draining([self._row], self._size)):
             for action in at_period(self._row, self._size, period + later):
                 if action.microbatch < last:
                     self._do(action)
