@@ -23,7 +23,7 @@ from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
 from autopar.intra_op.node_choices import input_layout
-from autopar.ir.graph import Graph
+from autopar.ir.graph import COUNTS, Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
@@ -157,10 +157,14 @@ class Compiled:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of one microbatch: name -> dtype, global shape and layout."""
+        """The inputs of one microbatch: name -> dtype, global shape and layout.
+
+        Inputs that the runtime adds up are none of them.
+        """
         return {
             leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
             for leaf in self.captured.graph.leaves("input")
+            if leaf.keyword(COUNTS) is None
         }
 
     def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:

@@ -44,7 +44,12 @@ from autopar.runtime.update.groups import GroupsLike, options_of
 from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, fusable
 from autopar.runtime.update.update import Training
-from autopar.session.beside_plan import batches_of, collectives_of, precision_of
+from autopar.session.beside_plan import (
+    batches_of,
+    collectives_of,
+    microbatches_of,
+    precision_of,
+)
 from autopar.session.compiled import Running
 
 
@@ -84,6 +89,9 @@ class PlanKeywords(AverageKeywords, total=False):
         microbatches: number of equal slices of a batch, along the first dimension of all its
             tensors. Gradients are those of the mean of their losses; batch norms see one microbatch
             at a time, except under schedules with two copies of a stage.
+        accumulate: without stages, number of microbatches whose gradients are added up before one
+            update. The batch is that of the whole step, and the loss is its loss: means over the
+            labels or the mask of a batch divide by the whole batch's count.
         schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
             "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
@@ -142,6 +150,7 @@ class PlanKeywords(AverageKeywords, total=False):
     recompute: str
     stages: int | str
     microbatches: int
+    accumulate: int
     schedule: str
     global_batch: int | None
     allow: str
@@ -213,6 +222,7 @@ _CHECKS: dict[str, Check] = {
     "recompute": _WORD,
     "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
     "microbatches": Whole(1, 2**20),
+    "accumulate": Whole(1, 2**20),
     "schedule": _WORD,
     "global_batch": Or((NOTHING, Whole(1, 2**31))),
     "allow": _WORD,
@@ -239,9 +249,9 @@ _CHECKS: dict[str, Check] = {
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
-    "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
-    "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
-    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "microbatches": 1, "accumulate": 1, "schedule": "1f1b", "global_batch": None, "allow": "",
+    "state": None, "precision": None, "gradients": None, "fuse": False, "offload": None,
+    "collectives": None, "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
     "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
 }  # fmt: skip
@@ -302,11 +312,12 @@ def planning_options(
     update = observed(optimizer, trained.options, trained.ema is not None)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
-        "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "stages", "schedule", "global_batch", "allow", "state",
         "expert_load",
     )  # fmt: skip
     return Options(
         **{name: options[name] for name in same},
+        **microbatches_of(plan, options["microbatches"], options["accumulate"]),
         table=table(rules, accelerator()),
         precision=precision,
         fuse=fuse,
