@@ -52,6 +52,7 @@ from autopar.runtime.update.update import Training
 from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled_folder import Contents
+from autopar.session.padding import Padding
 
 _COLUMNS = 88  # width of the schedule's picture
 
@@ -64,6 +65,7 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
+        pad_to: lengths to which batches are padded; None to take them as they are.
         evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
     """
 
@@ -71,6 +73,7 @@ class Running:
     cuda_graph: bool = False
     shapes: int = 1
     evaluate: str = ""
+    pad_to: Padding | None = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from autopar.session.beside_plan import (
     precision_of,
 )
 from autopar.session.compiled import Running
+from autopar.session.padding import Padding, padding_of
 
 
 class AverageKeywords(TypedDict, total=False):
@@ -187,6 +188,10 @@ class TrainKeywords(AverageKeywords, total=False):
         shapes: number of batch shapes for which programs are compiled as they occur, with the same
             parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
+        pad_to: lengths to one of which every batch is padded at the end of its second dimension,
+            [128, 256, 512], each with its own program: labels by -100, which the loss ignores, and
+            the other inputs of transformers' models behind a zero of the attention mask. For other
+            inputs, an `autopar.Padding` says with what.
         evaluate: with `outer`, whether evaluation and `state_dict` use the outer method's "anchor"
             or the "average" of the replicas' parameters; by default the anchor, if there is one.
     """
@@ -197,6 +202,7 @@ class TrainKeywords(AverageKeywords, total=False):
     backend: str
     cuda_graph: bool
     shapes: int
+    pad_to: Sequence[int] | Padding | None
     evaluate: str | None
 
 
@@ -242,6 +248,7 @@ _CHECKS: dict[str, Check] = {
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
     "shapes": Whole(1, 2**10),
+    "pad_to": Or((NOTHING, Row(Whole(1, 2**30)), Of((Padding,), "an autopar.Padding"))),
     "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
     "on_loss": Or((NOTHING, Text(known=("error", "continue")))),
@@ -253,7 +260,8 @@ DEFAULTS: CompileKeywords = {
     "state": None, "precision": None, "gradients": None, "fuse": False, "offload": None,
     "collectives": None, "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
+    "pad_to": None, "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None,
+    "on_loss": None,
 }  # fmt: skip
 
 
@@ -339,10 +347,15 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 
 
 def running(given: Mapping[str, Any]) -> Running:
-    """Returns how the program runs."""
+    """Returns how the program runs; raises OptionError if `pad_to` is invalid."""
     options = {**DEFAULTS, **given}
+    padding = padding_of(options["pad_to"])
     return Running(
-        options["backend"], options["cuda_graph"], options["shapes"], options["evaluate"] or ""
+        options["backend"],
+        options["cuda_graph"],
+        max(options["shapes"], len(padding.lengths) if padding else 1),
+        options["evaluate"] or "",
+        padding,
     )
 
 

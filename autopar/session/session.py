@@ -78,11 +78,14 @@ class Session(Trained, Checkpointed, Evaluating):
         refuse_autocast()
         if self._executor is not None:
             return
+        args, kwargs = self._padded(args, kwargs)
         recorder = Peers.here().recorder
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
             self._modes = Modes(self._model)
             recorder.now("capture and planning")
             compiled = self._compiler(Call(self._model, args, kwargs))
+            if self._running_as.pad_to is not None:
+                self._running_as.pad_to.check(compiled.captured.graph)
             self._start(compiled, recorder)
             self._example = compiled.captured.inputs.flatten(args, kwargs)
         recorder.now("")
@@ -202,6 +205,7 @@ class Session(Trained, Checkpointed, Evaluating):
     ) -> tuple[Runnable, dict[str, Tensor]]:
         """Returns the program for a call, and the batch by name."""
         self.prepare(args, kwargs)
+        args, kwargs = self._padded(args, kwargs)
         executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
         with executor.watch:
@@ -216,6 +220,13 @@ class Session(Trained, Checkpointed, Evaluating):
             program, inputs = self._program_for(self._variants, args, kwargs, training)
         self._example = self._example or inputs
         return program, inputs
+
+    def _padded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a batch of one of the lengths of `pad_to`."""
+        padding = self._running_as.pad_to
+        return (args, kwargs) if padding is None else padding.of_call(self._model, args, kwargs)
 
     def _program_for(
         self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
