@@ -179,7 +179,9 @@ def capture_call(
     """
     if microbatches is None:
         return capture_graph(call.model, call.args, call.kwargs, options, trace)
-    part, options = call.microbatch(microbatches), replace(options, microbatches=microbatches)
+    part = call.microbatch(microbatches)
+    if options.accumulates:
+        options = replace(options, microbatches=microbatches)
     return capture_graph(part.model, part.args, part.kwargs, options, trace, NORMALISING)
 
 
