@@ -32,11 +32,12 @@ from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
+from autopar.session.pretrained import Pretrained
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed, Evaluating):
+class Session(Trained, Checkpointed, Evaluating, Pretrained):
     """A model that trains in parallel, from `autopar.compile` or `autopar.load`.
 
     Args:
