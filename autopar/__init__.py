@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.runtime.ranks.dumps import Dump
     from autopar.runtime.update.groups import groups
     from autopar.session.compiled import Compiled
+    from autopar.session.padding import Padding
     from autopar.session.session import Session
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Dump",
     "Mesh",
     "OpRule",
+    "Padding",
     "Plan",
     "Precision",
     "Session",
@@ -55,6 +57,7 @@ _HOMES = {
     "Dump": "runtime.ranks.dumps",
     "Mesh": "ir.mesh",
     "OpRule": "intra_op.rule",
+    "Padding": "session.padding",
     "Plan": "plan",
     "Precision": "ir.precision",
     "Session": "session.session",

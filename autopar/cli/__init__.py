@@ -1,5 +1,5 @@
-"""The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
-solve | calibrate | devices | doctor | prepare`, one command per file.
+"""The command line: `autopar plan | explain | simulate | why | diff | emit | report | rules |
+schedules | solve | calibrate | devices | doctor | prepare`, one command per file.
 
 Only this package prints. A command's module is imported when the command is used, so that
 `autopar --help` needs neither torch nor a solver.
@@ -26,6 +26,7 @@ def main() -> None:
     autopar why plan.toml lm_head.weight
     autopar diff plan.toml other.toml
     autopar emit plan.toml -o program
+    autopar report plan.toml -o plan.html
     autopar rules "aten.conv*"
     autopar schedules --stages 4 --microbatches 8
     autopar solve instance.json.gz

@@ -194,6 +194,7 @@ def command(
     output: Path | None,
     stage_count: int | None,
     microbatches: int | None,
+    accumulate: int | None,
     schedule: str | None,
     execution: str | None,
     as_json: bool,
@@ -214,6 +215,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     autopar plan gpt2 --mesh "H100: pp=4, gpu=2" --stages 4 --microbatches 8 --batch 8
+    autopar plan gpt2 --mesh "H100: gpu=8" --accumulate 4 --batch 256
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
@@ -230,7 +232,7 @@ def command(
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": stage_count if global_batch is None else "auto",
-        "microbatches": microbatches,
+        **_microbatches(microbatches, accumulate),
         "schedule": schedule,
         "execution": None if execution is None else Execution.read(execution),
         "global_batch": global_batch,
@@ -276,6 +278,15 @@ def command(
     else:
         _print(best, explanation, headed(graph, options), rounds)
     _save(plan, model, output)
+
+
+def _microbatches(microbatches: int | None, accumulate: int | None) -> dict[str, Any]:
+    """Returns the options of --microbatches and --accumulate; raises UsageError for both."""
+    if accumulate in (None, 1):
+        return {"microbatches": microbatches}
+    if microbatches is not None:
+        raise click.UsageError("--accumulate is --microbatches without stages; pass one of them")
+    return {"microbatches": accumulate, "accumulates": True}
 
 
 def _check_folder(output: Path | None) -> None:

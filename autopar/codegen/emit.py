@@ -19,7 +19,7 @@ from autopar.codegen.parameter_table import parameter_table
 from autopar.codegen.printer import Printer
 from autopar.codegen.random_draws import draw_function
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.graph import COUNTS, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import of_runs
@@ -49,7 +49,8 @@ def emit(
 
     Returns:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
-        WRITTEN (keys of the buffers that it writes, if there are any), `parameters()` and
+        WRITTEN (keys of the buffers that it writes, if there are any), COUNTS (inputs that the
+        runtime adds up over microbatches, if there are any), `parameters()` and
         `forward(mesh, p, batch)`, where `p` holds the local parameters and buffers by
         `Parameter.key` and `batch` the whole inputs by name. `forward` returns the graph's outputs
         by name in the layouts of OUTPUTS. A stage of a pipeline also defines RECEIVED, the values
@@ -95,6 +96,7 @@ def emit(
         f"{header(printer)}\n\n"
         + "\n".join([*imports, "", *own])
         + f"\n\n{constants}MESH = {quoted(str(plan.mesh))}\nINPUTS = {{\n{inputs}}}\n"
+        + _counts(graph)
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
@@ -114,6 +116,18 @@ def emit(
 _ASIDE = "ASIDE = True  # forward(..., outputs=False) skips outputs that training does not need\n"
 _FUSED_UPDATE = "FUSED_UPDATE = True  # a kernel runs the step of AdamW\n"
 _HOST_STATE = "HOST_STATE = True  # optimizer state is in host memory between updates\n"
+
+
+def _counts(graph: Graph) -> str:
+    """Returns the definition of COUNTS, the inputs that the runtime adds up, if there are any."""
+    tables = []
+    for leaf in graph.leaves("input"):
+        text = leaf.keyword(COUNTS)
+        if isinstance(text, str):
+            lines = "".join(f"        {quoted(line)},\n" for line in text.splitlines())
+            tables.append(f"    {quoted(leaf.target)}: (\n{lines}    ),\n")
+    comment = "# inputs of the whole batch: what to add up over microbatches"
+    return f"COUNTS = {{  {comment}\n{''.join(tables)}}}\n" if tables else ""
 
 
 def _collectives(plan: StagePlan) -> str:

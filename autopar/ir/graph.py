@@ -25,6 +25,7 @@ from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Execution, Part
 from autopar.ir.tensor import TensorType
 
 OVER = "over"  # keyword of an input of which every rank holds its part: the axes that split it
+COUNTS = "counts"  # keyword of an input that the runtime adds up over microbatches: its graph
 LEAVES = ("input", "param", "buffer", "received")
 WRITE = "autopar.write"
 PREFIX = "kernels."  # of operators in `autopar.operators.kernels`

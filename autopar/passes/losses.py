@@ -8,7 +8,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, number, rewrite
 from autopar.ir.tensor import TensorType
 
-_MEAN, _SUM = 1, 2  # at::Reduction
+MEAN, _SUM = 1, 2  # at::Reduction
 # Losses whose mean is over the elements of their broadcast operands -> index of `reduction`.
 _ELEMENTWISE = {
     "aten.mse_loss": 2,
@@ -22,7 +22,7 @@ _ELEMENTWISE = {
     "aten.binary_cross_entropy_with_logits": 4,
 }
 _POOLED = {f"aten.adaptive_avg_pool{space}d": space for space in (1, 2, 3)}
-_LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
+LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
 
 
 def lower_means(graph: Graph) -> Graph:
@@ -42,7 +42,7 @@ def lower_means(graph: Graph) -> Graph:
             return _pooled(node, editor)
         if node.op in _ELEMENTWISE:
             return _elementwise(node, editor)
-        if node.op in _LABELLED:
+        if node.op in LABELLED:
             return _labelled(node, editor)
         return None
 
@@ -86,7 +86,7 @@ def _summed(node: Node, position: int, editor: Editor) -> Node:
 
 def _elementwise(node: Node, editor: Editor) -> Node | None:
     position = _ELEMENTWISE[node.op]
-    if argument(node, position, "reduction", _MEAN) != _MEAN:
+    if argument(node, position, "reduction", MEAN) != MEAN:
         return None
     # `weight` and `pos_weight` may be wider than the losses; they do not count.
     shapes = [editor[name].type.shape for name in node.inputs[:2]]
@@ -102,7 +102,7 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 def _labelled(node: Node, editor: Editor) -> Node | None:
     weight = argument(node, 2, "weight")
-    if weight is not None or argument(node, 3, "reduction", _MEAN) != _MEAN:
+    if weight is not None or argument(node, 3, "reduction", MEAN) != MEAN:
         return None
     scores, labels = (editor[name] for name in node.inputs[:2])
     shape = scores.type.shape

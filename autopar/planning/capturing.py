@@ -24,6 +24,7 @@ from autopar.passes.fusion import fuse
 from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
 from autopar.passes.projections import split_fused
 from autopar.passes.verify import verify
+from autopar.passes.whole_counts import count_whole_batch
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 
@@ -179,6 +180,8 @@ def capture_call(
     if microbatches is None:
         return capture_graph(call.model, call.args, call.kwargs, options, trace)
     part = call.microbatch(microbatches)
+    if options.accumulates:
+        options = replace(options, microbatches=microbatches)
     return capture_graph(part.model, part.args, part.kwargs, options, trace, NORMALISING)
 
 
@@ -223,6 +226,9 @@ def capture_graph(
     if options.update.mixes:  # such an optimizer must see a parameter whole
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
+    if options.accumulates:
+        graph = verify(count_whole_batch(graph, options.microbatches))
+        keep("whole_counts", graph)
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
         graph = verify(fuse(graph, options.fuse))

@@ -48,6 +48,7 @@ class Options:
         fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
         stages: number of pipeline stages, or "auto" to search for the fastest pipeline.
         microbatches: number of microbatches in a step.
+        accumulates: whether their losses divide by the counts of the whole batch; without stages.
         collectives: algorithms of collectives, or "auto" for the fastest ones.
         global_batch: samples in a step for stages="auto"; None for those of the example batch.
         batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
@@ -72,6 +73,7 @@ class Options:
     calibration: str | Path | None = None
     recompute: str = AUTO
     microbatches: int = 1
+    accumulates: bool = False
     state: str | StateSharding | None = None
     update: Update = ADAMW
     whole: Mesh | None = None
@@ -115,6 +117,12 @@ class Options:
                 why="how many parts a batch has depends on the stages that are searched for",
                 todo="give the number of stages, or plan first and pass the plan",
             )
+        if self.accumulates and (self.stages, self.schedule) != (1, SCHEDULE):
+            raise OptionError(
+                "accumulate is for programs without stages",
+                why=f"stages={self.stages!r} and schedule={self.schedule!r} are given",
+                todo="pass microbatches, of which a pipeline adds up the gradients in any case",
+            )
         if self.global_batch is not None and not self.searches_stages:
             raise OptionError(
                 'global_batch needs stages="auto"',
@@ -138,6 +146,7 @@ class Options:
             solver=plan.asked.solver,
             recompute=plan.asked.recompute,
             microbatches=plan.microbatches,
+            accumulates=plan.asked.accumulates,
             state=plan.state or None,
             update=plan.update,
             precision=plan.precision,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -340,6 +340,15 @@ class Executor:
             means = self.update.averages_of(weights.trained)
             return state.state_dict(self.tensors, means, state.trained.names)
         return state.state_dict(self.tensors, weights.values, state.with_master)
+
+    def wholes(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields parameters (their masters, if any) and buffers, whole and on every rank, in turn.
+
+        Args:
+            names: those to yield, by the names under which they are stored.
+        """
+        state, values = self.state, self.weights.values
+        yield from state.gathered(self.tensors, values, state.with_master, names)
 
     def refresh(self) -> None:
         """Recomputes the stored parameters from what the optimizer updates."""

@@ -38,6 +38,7 @@ _OPTIONAL: Mapping[str, type] = {
     "FUSED_UPDATE": bool,
     "ASIDE": bool,
     "WRITTEN": tuple,
+    "COUNTS": dict,
     "COLLECTIVES": tuple,
 }
 
@@ -60,6 +61,8 @@ class Generated:
         fused_update: whether a kernel runs the step of AdamW.
         aside: whether `forward(..., outputs=False)` skips outputs.
         written: the buffers that `forward` writes, by key.
+        counts: input that the runtime adds up over microbatches -> lines of the graph that computes
+            one microbatch's part.
         random: whether it draws random numbers.
         collectives: algorithms of collectives that do not name one.
     """
@@ -77,6 +80,7 @@ class Generated:
     fused_update: bool
     aside: bool
     written: tuple[str, ...]
+    counts: Mapping[str, tuple[str, ...]]
     random: bool
     collectives: ChosenAlgorithms
 
@@ -105,6 +109,7 @@ class Generated:
                 fused_update=given.get("FUSED_UPDATE", False),
                 aside=given.get("ASIDE", False),
                 written=given.get("WRITTEN", ()),
+                counts=given.get("COUNTS", {}),
                 random=given["RANDOM"],
                 collectives=ChosenAlgorithms.parse(given.get("COLLECTIVES", ())),
             )

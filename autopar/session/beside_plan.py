@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import OptionError, PlanMismatchError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.precision import Precision
 from autopar.plan import Plan
@@ -40,6 +41,31 @@ def batches_of(plan: Plan | None, wanted: str) -> str:
             todo="omit batches, or plan again",
         )
     return recorded
+
+
+def microbatches_of(plan: Plan | None, microbatches: int, accumulate: int) -> dict[str, Any]:
+    """Returns the options `microbatches` and `accumulates` of a plan to make, or of a given one.
+
+    Raises:
+        OptionError: both numbers are passed.
+        PlanMismatchError: the plan accumulates another number of microbatches.
+    """
+    if microbatches != 1 and accumulate != 1:
+        raise OptionError(
+            "microbatches and accumulate are two ways to cut a batch",
+            why=f"microbatches={microbatches} and accumulate={accumulate} are passed",
+            todo="pass microbatches with stages, and accumulate without",
+        )
+    if plan is None:
+        return {"microbatches": microbatches * accumulate, "accumulates": accumulate != 1}
+    planned = plan.microbatches if plan.stages[0].asked.accumulates else 1
+    if accumulate not in (1, planned):
+        raise PlanMismatchError(
+            f"the plan accumulates {planned} microbatches",
+            why=f"accumulate={accumulate} is requested",
+            todo="omit accumulate, or plan again",
+        )
+    return {"microbatches": microbatches, "accumulates": planned != 1}
 
 
 def precision_of(

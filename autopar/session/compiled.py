@@ -23,7 +23,7 @@ from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
 from autopar.intra_op.node_choices import input_layout
-from autopar.ir.graph import Graph
+from autopar.ir.graph import COUNTS, Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
@@ -52,6 +52,7 @@ from autopar.runtime.update.update import Training
 from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled_folder import Contents
+from autopar.session.padding import Padding
 
 _COLUMNS = 88  # width of the schedule's picture
 
@@ -64,6 +65,7 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
+        pad_to: lengths to which batches are padded; None to take them as they are.
         evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
     """
 
@@ -71,6 +73,7 @@ class Running:
     cuda_graph: bool = False
     shapes: int = 1
     evaluate: str = ""
+    pad_to: Padding | None = None
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,14 @@ class Compiled:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of one microbatch: name -> dtype, global shape and layout."""
+        """The inputs of one microbatch: name -> dtype, global shape and layout.
+
+        Inputs that the runtime adds up are none of them.
+        """
         return {
             leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
             for leaf in self.captured.graph.leaves("input")
+            if leaf.keyword(COUNTS) is None
         }
 
     def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:

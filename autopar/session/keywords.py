@@ -44,8 +44,14 @@ from autopar.runtime.update.groups import GroupsLike, options_of
 from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, fusable
 from autopar.runtime.update.update import Training
-from autopar.session.beside_plan import batches_of, collectives_of, precision_of
+from autopar.session.beside_plan import (
+    batches_of,
+    collectives_of,
+    microbatches_of,
+    precision_of,
+)
 from autopar.session.compiled import Running
+from autopar.session.padding import Padding, padding_of
 
 
 class AverageKeywords(TypedDict, total=False):
@@ -84,6 +90,9 @@ class PlanKeywords(AverageKeywords, total=False):
         microbatches: number of equal slices of a batch, along the first dimension of all its
             tensors. Gradients are those of the mean of their losses; batch norms see one microbatch
             at a time, except under schedules with two copies of a stage.
+        accumulate: without stages, number of microbatches whose gradients are added up before one
+            update. The batch is that of the whole step, and the loss is its loss: means over the
+            labels or the mask of a batch divide by the whole batch's count.
         schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
             "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
@@ -142,6 +151,7 @@ class PlanKeywords(AverageKeywords, total=False):
     recompute: str
     stages: int | str
     microbatches: int
+    accumulate: int
     schedule: str
     global_batch: int | None
     allow: str
@@ -178,6 +188,10 @@ class TrainKeywords(AverageKeywords, total=False):
         shapes: number of batch shapes for which programs are compiled as they occur, with the same
             parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
+        pad_to: lengths to one of which every batch is padded at the end of its second dimension,
+            [128, 256, 512], each with its own program: labels by -100, which the loss ignores, and
+            the other inputs of transformers' models behind a zero of the attention mask. For other
+            inputs, an `autopar.Padding` says with what.
         evaluate: with `outer`, whether evaluation and `state_dict` use the outer method's "anchor"
             or the "average" of the replicas' parameters; by default the anchor, if there is one.
     """
@@ -188,6 +202,7 @@ class TrainKeywords(AverageKeywords, total=False):
     backend: str
     cuda_graph: bool
     shapes: int
+    pad_to: Sequence[int] | Padding | None
     evaluate: str | None
 
 
@@ -213,6 +228,7 @@ _CHECKS: dict[str, Check] = {
     "recompute": _WORD,
     "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
     "microbatches": Whole(1, 2**20),
+    "accumulate": Whole(1, 2**20),
     "schedule": _WORD,
     "global_batch": Or((NOTHING, Whole(1, 2**31))),
     "allow": _WORD,
@@ -232,6 +248,7 @@ _CHECKS: dict[str, Check] = {
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
     "shapes": Whole(1, 2**10),
+    "pad_to": Or((NOTHING, Row(Whole(1, 2**30)), Of((Padding,), "an autopar.Padding"))),
     "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
     "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
     "on_loss": Or((NOTHING, Text(known=("error", "continue")))),
@@ -239,11 +256,12 @@ _CHECKS: dict[str, Check] = {
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
-    "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
-    "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
-    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "microbatches": 1, "accumulate": 1, "schedule": "1f1b", "global_batch": None, "allow": "",
+    "state": None, "precision": None, "gradients": None, "fuse": False, "offload": None,
+    "collectives": None, "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
-    "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None, "on_loss": None,
+    "pad_to": None, "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None,
+    "on_loss": None,
 }  # fmt: skip
 
 
@@ -302,11 +320,12 @@ def planning_options(
     update = observed(optimizer, trained.options, trained.ema is not None)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
-        "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "stages", "schedule", "global_batch", "allow", "state",
         "expert_load",
     )  # fmt: skip
     return Options(
         **{name: options[name] for name in same},
+        **microbatches_of(plan, options["microbatches"], options["accumulate"]),
         table=table(rules, accelerator()),
         precision=precision,
         fuse=fuse,
@@ -328,10 +347,15 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 
 
 def running(given: Mapping[str, Any]) -> Running:
-    """Returns how the program runs."""
+    """Returns how the program runs; raises OptionError if `pad_to` is invalid."""
     options = {**DEFAULTS, **given}
+    padding = padding_of(options["pad_to"])
     return Running(
-        options["backend"], options["cuda_graph"], options["shapes"], options["evaluate"] or ""
+        options["backend"],
+        options["cuda_graph"],
+        max(options["shapes"], len(padding.lengths) if padding else 1),
+        options["evaluate"] or "",
+        padding,
     )
 
 

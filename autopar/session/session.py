@@ -32,11 +32,12 @@ from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
+from autopar.session.pretrained import Pretrained
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed, Evaluating):
+class Session(Trained, Checkpointed, Evaluating, Pretrained):
     """A model that trains in parallel, from `autopar.compile` or `autopar.load`.
 
     Args:
@@ -78,11 +79,14 @@ class Session(Trained, Checkpointed, Evaluating):
         refuse_autocast()
         if self._executor is not None:
             return
+        args, kwargs = self._padded(args, kwargs)
         recorder = Peers.here().recorder
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
             self._modes = Modes(self._model)
             recorder.now("capture and planning")
             compiled = self._compiler(Call(self._model, args, kwargs))
+            if self._running_as.pad_to is not None:
+                self._running_as.pad_to.check(compiled.captured.graph)
             self._start(compiled, recorder)
             self._example = compiled.captured.inputs.flatten(args, kwargs)
         recorder.now("")
@@ -202,6 +206,7 @@ class Session(Trained, Checkpointed, Evaluating):
     ) -> tuple[Runnable, dict[str, Tensor]]:
         """Returns the program for a call, and the batch by name."""
         self.prepare(args, kwargs)
+        args, kwargs = self._padded(args, kwargs)
         executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
         with executor.watch:
@@ -216,6 +221,13 @@ class Session(Trained, Checkpointed, Evaluating):
             program, inputs = self._program_for(self._variants, args, kwargs, training)
         self._example = self._example or inputs
         return program, inputs
+
+    def _padded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a batch of one of the lengths of `pad_to`."""
+        padding = self._running_as.pad_to
+        return (args, kwargs) if padding is None else padding.of_call(self._model, args, kwargs)
 
     def _program_for(
         self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool

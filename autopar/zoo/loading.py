@@ -86,6 +86,16 @@ def load(
     return build(named, layers=layers), example_inputs(named, batch, seq)
 
 
+def random_inputs(text: str, *, batch: int | None, seq: int | None) -> dict[str, torch.Tensor]:
+    """Returns random example inputs on the CPU for a model of the zoo or of `hf:`.
+
+    Raises:
+        UnknownModelError, ModelFileError, BatchError, MissingDependencyError: see `load`.
+    """
+    named = read_config(Path(text.removeprefix("hf:"))) if text.startswith("hf:") else spec(text)
+    return example_inputs(named, batch, seq, device="cpu")
+
+
 def depth(text: str, layers: int | None = None) -> int | None:
     """Returns the number of equal blocks of a model of the zoo or of `hf:`, None if unknown.
 

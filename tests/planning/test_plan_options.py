@@ -37,6 +37,7 @@ OTHERS: dict[str, Any] = {
     "solver": "greedy",
     "recompute": "full 1",
     "microbatches": 2,
+    "accumulates": True,
     "state": "zero1",
     "precision": Precision.read("bf16"),
     "fuse": ("gated",),

@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def stage_options(command: Command) -> Command:
-    """Adds the options --stages, --microbatches, --schedule and --execution."""
+    """Adds the options --stages, --microbatches, --accumulate, --schedule and --execution."""
     for option in (
         click.option(
             "--execution",
@@ -33,6 +33,11 @@ def stage_options(command: Command) -> Command:
             metavar="NAME",
             help="The order of stages and microbatches: 1f1b (the default), gpipe, "
             "'interleaved_1f1b chunks=2'.",
+        ),
+        click.option(
+            "--accumulate",
+            type=click.IntRange(1, 2**20),
+            help="Without stages: add up the gradients of so many microbatches before one update.",
         ),
         click.option(
             "--microbatches",
@@ -75,8 +80,11 @@ def _head(plan: Plan) -> str:
     """Returns a line on the whole step."""
     from autopar.cli.pipeline import step_range
 
+    cut = f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages"
+    if plan.stages[0].asked.accumulates:
+        cut = f"{plan.microbatches} microbatches accumulated"
     return (
-        f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
+        f"{cut}: "
         f"{format_seconds(plan.predicted.step_seconds)} a step{step_range(plan)} (simulated), "
         f"{plan.predicted.bubble:.1%} bubble, {format_bytes(plan.predicted.peak_bytes)}"
     )

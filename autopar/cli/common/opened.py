@@ -35,6 +35,7 @@ from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from autopar.capture.capture import Captured
+    from autopar.planning.capturing import Call
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,22 @@ class PlanFile:
             legal.check(graph, stage, self.rules)
         return Opened(plan, graphs, self.options)
 
-    def captured(self, progress: Callable[[str], None]) -> Captured:
-        """Captures the plan's model, tracing every block; raises the errors of `open`."""
-        from autopar.planning.capturing import Call, capture_call
+    @cached_property
+    def call(self) -> Call:
+        """The model and its example inputs; raises the errors of `zoo.load`."""
+        from autopar.planning.capturing import Call
         from autopar.zoo import load
 
         spec = self.spec
         module, inputs = load(spec.source, batch=spec.batch, seq=spec.seq, layers=spec.layers)
+        return Call(module, (), inputs)
+
+    def captured(self, progress: Callable[[str], None]) -> Captured:
+        """Captures the plan's model, tracing every block; raises the errors of `open`."""
+        from autopar.planning.capturing import capture_call
+
         count = self.plan.microbatches if self.plan.is_pipeline else None
-        trace = Stages(None, progress)
-        captured = capture_call(Call(module, (), inputs), self.options, trace, count)
+        captured = capture_call(self.call, self.options, Stages(None, progress), count)
         self.plan.check(captured.graph, self.plan.mesh)
         return captured
 

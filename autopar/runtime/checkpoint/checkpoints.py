@@ -20,7 +20,7 @@ from autopar.runtime.checkpoint.contents import (
     optimizer_parts,
 )
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
-from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
+from autopar.runtime.checkpoint.foreign_weights import ADAPTER, deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.holder import Holder, Scheduler, fill
 from autopar.runtime.checkpoint.index import Index
@@ -29,7 +29,7 @@ from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_par
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving, taking
 from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
-from autopar.runtime.checkpoint.tensor_names import Names
+from autopar.runtime.checkpoint.tensor_names import Names, of_adapter
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Lease, Peers
@@ -292,39 +292,59 @@ class Checkpoints:
                 self.holder.resume(record.cpu(), tensors)
 
     def load_weights(
-        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
-    ) -> None:
+        self,
+        source: Path | Mapping[str, Tensor],
+        rename: Callable[[str], str] = str,
+        strict: bool = True,
+    ) -> list[str]:
         """Loads only parameters and buffers; see `Session.load_weights`."""
         with ranks_lost("the weights were not loaded"), self.holder.watch:
             self._settle(self._group())
             self.holder.drain()
-            self._load_weights(source, rename)
+            matches = self._load_weights(source, rename, strict)
             self.holder.update.restart()
             if self.holder.apart is not None:
                 self.holder.apart.take(None)
             forget(self.holder.held)
+        kept = (name for name in self.holder.shapes if self.names.kind(name) == "model")
+        return [name for name in kept if name not in self.names.tied and name not in matches]
 
     def _load_weights(
-        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]
-    ) -> None:
+        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str], strict: bool
+    ) -> Mapping[str, str]:
+        adapter = not isinstance(source, Mapping) and from_first_rank((source / ADAPTER).exists)
+        if not self.holder.loaded and (adapter or not strict):
+            raise CheckpointError(
+                "some of the weights cannot be loaded before all of them",
+                why="the program has no weights yet, so what is missing would have no value",
+                todo="load the whole model first",
+            )
         if isinstance(source, Mapping):
             self._fill({})
-            deal(source, self.holder, self.names, self._group(), rename)
+            matches = deal(source, self.holder, self.names, self._group(), rename, strict)
             self.holder.refresh()
             self.holder.loaded = True
-        else:
-            self._take(source.absolute(), rename)
+            return matches
+        return self._take(source.absolute(), rename, strict, adapter)
 
-    def _take(self, path: Path, rename: Callable[[str], str]) -> None:
-        def use(found: tuple[Path, Index, str]) -> None:
-            where, index, prefix = found
+    def _take(
+        self, path: Path, rename: Callable[[str], str], strict: bool, adapter: bool
+    ) -> Mapping[str, str]:
+        rename = of_adapter(rename) if adapter else rename
+        found: dict[str, str] = {}
+
+        def use(contents: tuple[Path, Index, str]) -> None:
+            where, index, prefix = contents
             stored = index.under("model") if prefix else index.tensors
             matches = self.names.match(
-                self.holder.shapes, stored, str(path), strict=bool(prefix), rename=rename
-            )
+                self.holder.shapes, stored, str(path), strict=bool(prefix) or adapter,
+                partial=adapter or not strict, rename=rename,
+            )  # fmt: skip
+            found.update(matches)
             self._read(where, index, lambda: self._parts(index, matches, prefix))
 
         publish.reading(lambda: from_first_rank(lambda: weights_index(path)), use)
+        return found
 
     def _parts(self, index: Index, matches: Mapping[str, str], prefix: str) -> list[Part]:
         """Returns the destinations of this rank's parameters and buffers that the folder has."""

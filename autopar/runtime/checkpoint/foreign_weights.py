@@ -22,6 +22,7 @@ from autopar.runtime.checkpoint.values import dtype_name
 from autopar.runtime.parameters.pieces import whole
 from autopar.runtime.ranks.processes import from_first_rank
 
+ADAPTER = "adapter_config.json"  # marks a folder of PEFT
 _LISTS = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 
 
@@ -98,7 +99,8 @@ def deal(
     names: Names,
     group: dist.ProcessGroup | None,
     rename: Callable[[str], str] = str,
-) -> None:
+    strict: bool = True,
+) -> Mapping[str, str]:
     """Sends every rank its parts of the first rank's state_dict, and no more.
 
     Args:
@@ -107,6 +109,10 @@ def deal(
         names: names of its tensors.
         group: all ranks; None for a single process.
         rename: maps a name of the state_dict to the name in `values`.
+        strict: whether all of the program's tensors must be in `values`.
+
+    Returns:
+        The name in `values` of each tensor that it has.
 
     Raises:
         CheckpointError: on every rank, if `values` does not fit the model.
@@ -114,14 +120,15 @@ def deal(
 
     def check() -> dict[str, str]:
         stored = {k: Stored("float32", tuple(v.shape), ()) for k, v in values.items()}
-        return names.match(holder.shapes, stored, "the first rank's state_dict", rename=rename)
+        where = "the first rank's state_dict"
+        return names.match(holder.shapes, stored, where, partial=not strict, rename=rename)
 
     matches = from_first_rank(check)
     held = [h for h in holder.held if h.name in matches]
     if group is None:
         for h in held:
             h.tensor.copy_(whole(values[matches[h.name]])[h.box.slices])
-        return
+        return matches
     mine = [(h.name, h.box, h.tensor.dtype) for h in held]
     asked: list[list[tuple[str, Box, torch.dtype]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(asked, mine, group=group)
@@ -134,8 +141,9 @@ def deal(
                     name, box, dtype = asked[rank][place]
                     part = values[matches[name]].detach()[box.slices]
                     dist.send(part.to("cpu", dtype).contiguous(), dst=rank, group=group)
-        return
+        return matches
     for h in held:
         part = torch.empty(h.box.sizes, dtype=h.tensor.dtype)
         dist.recv(part, src=0, group=group)
         h.tensor.copy_(part)
+    return matches

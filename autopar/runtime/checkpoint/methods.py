@@ -91,18 +91,28 @@ class Checkpointed(ABC):
         source: str | Path | Mapping[str, Tensor],
         *,
         rename: Callable[[str], str] = str,
-    ) -> None:
+        strict: bool = True,
+    ) -> list[str]:
         """Loads only parameters and buffers; no rank holds more than its part of them.
+
+        Of a folder that PEFT wrote, whose names lack that of the adapter, it loads the adapter and
+        leaves the model's own weights as they are.
 
         Args:
             source: a folder of safetensors such as Hugging Face's, one such file, a checkpoint, or
                 the model's state_dict on the first rank (ignored on the others).
             rename: maps a name of the state_dict to the name in `source`.
+            strict: whether all of the model's tensors must be in `source`. Otherwise those that are
+                missing keep their values.
+
+        Returns:
+            The names of the tensors that kept their values.
 
         Raises:
-            CheckpointError: on every rank, if it does not fit the model or cannot be read.
+            CheckpointError: on every rank, if it does not fit the model or cannot be read; or if
+                `strict` is off, and the program has no weights yet that could stay.
             ProgramError: before the first batch.
         """
-        self._checkpoints().load_weights(
-            source if isinstance(source, Mapping) else Path(source), rename
+        return self._checkpoints().load_weights(
+            source if isinstance(source, Mapping) else Path(source), rename, strict
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,7 @@ class Names:
         where: str,
         *,
         strict: bool = True,
+        partial: bool = False,
         rename: Callable[[str], str] = str,
     ) -> dict[str, str]:
         """Returns for each tensor of the program's state_dict the name it is stored under.
@@ -56,6 +58,7 @@ class Names:
             stored: the stored tensors.
             where: the folder.
             strict: whether tensors unknown to the program are an error.
+            partial: whether tensors of the program may be missing.
             rename: maps a name of the state_dict to the name in the folder.
 
         Raises:
@@ -70,7 +73,7 @@ class Names:
         # The model may have tensors that the program does not use.
         aliases = {s for n in (*shapes, *self.persistent) for s in (rename(n), n)}
         faults = {
-            "missing": [name for name in own if name not in matches],
+            "missing": [] if partial else [name for name in own if name not in matches],
             "unexpected": [n for n in stored if n not in aliases] if strict else [],
             "mis-shaped": [
                 f"{name} {list(stored[spelling].shape)} instead of {list(shapes[name])}"
@@ -86,6 +89,11 @@ class Names:
                 todo="load a checkpoint of the model that was compiled",
             )
         return matches
+
+
+def of_adapter(rename: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns `rename` for folders of PEFT, which leave out the adapter's name: `lora_A.weight`."""
+    return lambda name: rename(re.sub(r"(\.lora_\w+)\.\w+(\.weight|\.bias|)$", r"\1\2", name))
 
 
 def _some(names: Collection[str], most: int = 8) -> str:

@@ -6,7 +6,7 @@ outer method synchronises the parameters. A step communicates only within the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -265,8 +265,6 @@ class LocalUpdates:
             self.program.meet(call)
             self.rounds.settle()
 
-    # All replicas together -----------------------------------------------------------------------
-
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> Evaluated:
         """Runs a forward with the common parameters of the replicas; changes nothing.
@@ -354,8 +352,8 @@ class LocalUpdates:
             self._gather()
 
     def _mean(self, values: Tensor) -> Tensor:
-        """Returns the mean of a tensor over the replicas; overwrites the tensor."""
-        if self._channel is not None:
+        """Returns the mean of a floating tensor over the replicas; overwrites the tensor."""
+        if self._channel is not None and values.is_floating_point():
             self._channel.all_reduce(values)
             values.div_(len(self._channel.ranks))
         return values
@@ -368,11 +366,14 @@ class LocalUpdates:
         """Acts as `Executor.state_dict` on the common parameters of the replicas."""
         if average:
             own = self.program.state_dict(average=True)
-            return {
-                n: self._mean(v.clone()) if v.is_floating_point() else v for n, v in own.items()
-            }
+            return {name: self._mean(value.clone()) for name, value in own.items()}
         with torch.no_grad(), self.together(self._evaluates_anchor):
             return {name: value.clone() for name, value in self.program.state_dict().items()}
+
+    def wholes(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Acts as `Executor.wholes` on the common parameters of the replicas."""
+        with torch.no_grad(), self.together(self._evaluates_anchor):
+            yield from self.program.wholes(names)
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Acts as `Executor.load_state_dict`; all replicas restart from these values."""

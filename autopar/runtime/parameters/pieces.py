@@ -250,11 +250,27 @@ class State:
             trained, names: local tensors of `self.trained`, and the names of tensors to build from
                 these.
         """
-        full = {
-            name: self.trained.whole(name, trained) if name in names else self.whole(name, shards)
-            for name in self._pieces
-        }
+        full = dict(self.gathered(shards, trained, names))
         return full | {alias: full[name] for alias, name in self.tied.items()}
+
+    def gathered(
+        self,
+        shards: Sequence[Tensor],
+        trained: Sequence[Tensor] = (),
+        names: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of `state_dict` one at a time, without tied names.
+
+        Args:
+            shards, trained, names: as for `state_dict`.
+            only: names to yield; None for all.
+        """
+        for name in self._pieces:
+            if only is None or name in only:
+                of_trained = name in names
+                source, tensors = (self.trained, trained) if of_trained else (self, shards)
+                yield name, source.whole(name, tensors)
 
     def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
         """Returns one tensor of the full state_dict, pieces joined, on every rank of the mesh."""

@@ -320,7 +320,7 @@ class Pipeline(PipelineState):
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, program.types, call, options)
+        return program.counted(self._intake.take(batch, program.types, call, options))
 
     # Without gradients ---------------------------------------------------------------------------
 

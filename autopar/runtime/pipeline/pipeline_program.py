@@ -17,6 +17,7 @@ from autopar.operators.interpret import TORCH_DTYPES, tensor_type
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import Part, local_types, part_of
 from autopar.runtime.generated import Generated
+from autopar.runtime.pipeline.batch_counts import WholeCounts
 from autopar.runtime.pipeline.interpreter import Interpreter, losses_to
 from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.random_states import random_states
@@ -82,10 +83,22 @@ class PipelineProgram:
         }
         return {name: str(type) for name, type in whole.items()}
 
+    @cached_property
+    def counts(self) -> WholeCounts:
+        """The inputs that are added up over microbatches."""
+        return WholeCounts.of(self.modules)
+
+    def counted(self, inputs: Tensors) -> Tensors:
+        """Returns a checked batch with the counts of the whole batch; every rank must call it."""
+        if not self.counts.graphs:
+            return inputs
+        return inputs | self.counts(self.parts(inputs), self.part.world > 1, self.peers)
+
     def parts(self, inputs: Mapping[str, Tensor]) -> list[Tensors]:
         """Returns the inputs of each microbatch by name."""
+        whole = {name: inputs[name] for name in self.counts.graphs if name in inputs}
         return [
-            {name: self._slice(name, inputs[name], number) for name in self._sizes}
+            {name: self._slice(name, inputs[name], number) for name in self._sizes} | whole
             for number in range(self.placement.microbatches)
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -124,11 +124,22 @@ class PipelineState:
         Parameters with a master are given by it. With `average`, trained parameters are replaced by
         their averages.
         """
-        full: Tensors = {}
+        full = dict(self.wholes(tuple(self.shapes), average))
+        return full | {alias: full[name] for alias, name in self.tied.items()}
+
+    def wholes(self, names: Collection[str], average: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields tensors of `state_dict`, whole and on every rank, one at a time.
+
+        Args:
+            names: those to yield, by the names under which they are stored.
+            average: as for `state_dict`.
+        """
+        done = set[str]()
         for stage in self.everywhere.values():
             for name in stage.state.names:
-                if name in full:
+                if name in done or name not in names:
                     continue
+                done.add(name)
                 if stage.runtime.rank >= 0:
                     # a copy; ranks without it skip it, too
                     value = self._whole(stage, name, average).clone()
@@ -138,8 +149,7 @@ class PipelineState:
                     value = torch.empty(
                         self.shapes[name], dtype=TORCH_DTYPES[dtype], device=self.device
                     )
-                full[name] = self.peers.from_rank(stage.runtime.ranks[0], value)
-        return full | {alias: full[name] for alias, name in self.tied.items()}
+                yield name, self.peers.from_rank(stage.runtime.ranks[0], value)
 
     def _whole(self, stage: Stage, name: str, average: bool) -> Tensor:
         """Returns a whole tensor of a stage: its average if requested, else its master if any."""

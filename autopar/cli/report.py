@@ -1,0 +1,283 @@
+"""`autopar report`: writes a page about a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopar.cli.common.console import FILE, Stages, say, stages
+from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
+from autopar.cli.common.opened import Opened, PlanFile
+from autopar.cli.common.opened import Stage as Opening
+from autopar.cli.common.price_model import CALIBRATION, prices
+from autopar.cli.common.replan import Case, next_best
+from autopar.cli.explain import explained
+from autopar.cli.simulate import simulated
+from autopar.cost.device import device
+from autopar.explain import Explanation, decisions, plan_difference, signed
+from autopar.explain.report import charts
+from autopar.explain.report.page import Part, page
+from autopar.intra_op.rule_table import table
+from autopar.intra_op.work.kernel_work import works
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec
+from autopar.planning.frontier import frontier
+from autopar.planning.options import Options
+from autopar.planning.planner import Planner
+from autopar.planning.prices import limit_of_plan
+from autopar.planning.trace import Trace
+from autopar.simulate import settings_on
+
+_ASKED = 3  # decisions that the page asks why-not about
+
+
+@click.command("report")
+@click.argument("file", type=click.Path(path_type=Path), metavar="PLAN")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page to write.",
+)
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Compare with this plan."
+)
+@click.option(
+    "--quick", is_flag=True, help="Leave out what needs planning again: the frontier and why-not."
+)
+@MODEL
+@RULES
+@shapes
+@CALIBRATION
+def command(
+    file: Path,
+    output: Path,
+    against: Path | None,
+    quick: bool,
+    model: str | None,
+    rule_files: tuple[Path, ...],
+    calibration: Path | None,
+    **sizes: Any,
+) -> None:
+    """Write one page about a plan, with charts, that a browser shows without a network.
+
+    Parameters by mesh axis, time and memory by layer, the schedule of a pipeline, memory over the
+    step, the frontier of time and memory, the roofline, alternatives, and the difference to another
+    plan. Needs plotly.
+
+    \b
+    autopar report plan.toml -o plan.html
+    autopar report plan.toml --against other.toml -o plan.html
+    """
+    known = table(own_rules(rule_files))
+    asked = PlanFile(file, model, ModelSpec("", **sizes), known, calibration)
+    with stages(quiet=False) as progress:
+        about = _About(asked, asked.open(progress), progress)
+        parts = [*about.layouts(), *about.step()]
+        if not asked.plan.is_pipeline:  # else every stage has its own
+            parts += about.roofline()
+            parts += [] if quick else [*about.frontier(), *about.why_not()]
+        parts += [] if against is None else about.difference(Plan.load(against))
+        title = f"{asked.plan.graph.partition(' ')[0]} on {asked.plan.mesh}"
+        text = page(title, about.facts, parts)
+    FILE.write(output, text)
+    say(f"{output}: {', '.join(part.title.lower() for part in parts)}")
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the page says about a plan.
+
+    Attributes:
+        asked, opened: the plan with its graphs.
+        progress: reports what is being done.
+    """
+
+    asked: PlanFile
+    opened: Opened
+    progress: Callable[[str], None]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.asked.plan
+
+    @cached_property
+    def stages(self) -> dict[str, Opening]:
+        """The stages by their prefix in charts, "" for the only one."""
+        count = len(self.plan.stages)
+        return {f"{n}: " if count > 1 else "": self.opened.stage(n) for n in range(count)}
+
+    @cached_property
+    def explained(self) -> dict[str, Explanation]:
+        """The explanations of the stages."""
+        self.progress("explain")
+        rules, calibration = self.asked.rules, self.asked.calibration
+        return {
+            name: explained(
+                part.graph, part.plan, limit_of_plan(part.plan), rules,
+                prices(part.plan, calibration, part.whole), part.repeated,
+            )
+            for name, part in self.stages.items()
+        }  # fmt: skip
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What stands below the title."""
+        plan = self.plan
+        facts = [
+            ("step", format_seconds(plan.predicted.step_seconds)),
+            ("memory of a device", format_bytes(plan.predicted.peak_bytes)),
+            ("mesh", str(plan.mesh)),
+            ("precision", str(plan.precision) or "that of the model"),
+        ]
+        if plan.is_pipeline:
+            facts.append(("schedule", f"{plan.schedule}, {plan.microbatches} microbatches"))
+            facts.append(("bubble", f"{plan.predicted.bubble:.1%}"))
+        return facts
+
+    def layouts(self) -> list[Part]:
+        """Parameters by axis, time and memory by layer."""
+        unit = "a microbatch" if self.plan.is_pipeline else "a step"
+        meshes = {name: part.plan.mesh for name, part in self.stages.items()}
+        return [
+            Part(
+                "parameters", "Parameters",
+                "Into how many parts each mesh axis cuts a parameter as stored, its optimizer "
+                "state, and the parameter in use.",
+                charts.heat_map(self.explained, meshes),
+            ),
+            Part(
+                "time", "Time by layer",
+                f"Milliseconds of {unit} on a device by cause; what overlaps counts twice.",
+                charts.by_layer(self.explained, memory=False),
+            ),
+            Part(
+                "memory", "Memory by layer", "GiB of a device by cause.",
+                charts.by_layer(self.explained, memory=True),
+            ),
+        ]  # fmt: skip
+
+    def step(self) -> list[Part]:
+        """The schedule, and memory over the step."""
+        self.progress("simulate")
+        if self.plan.is_pipeline:
+            return self._schedule()
+        part, chosen = self.stages[""], self.plan.stage
+        settings = settings_on(chosen.mesh.device, part.graph.execution)
+        price = prices(chosen, self.asked.calibration)
+        timeline = simulated(part.graph, chosen, self.asked.rules, settings, price)
+        curve = charts.memory_curve(timeline.memory.curve, limit_of_plan(chosen))
+        text = f"Simulated; the peak is in {timeline.memory.task}."
+        return [Part("curve", "Memory over the step", text, curve)]
+
+    def _schedule(self) -> list[Part]:
+        step = self.opened.step
+        named = [f"ranks {ranks[0]}-{ranks[-1]}" for ranks in step.ranks]
+        bars = [
+            charts.Bar(row, str(action), action.kind, float(start), float(end))
+            for row, actions, starts, ends in zip(
+                named, step.timeline.rows, step.timeline.starts, step.timeline.ends, strict=True
+            )
+            for action, start, end in zip(actions, starts, ends, strict=True)
+        ]
+        limit = limit_of_plan(self.plan.stages[0])
+        peaks = list(zip(named, step.memory, strict=True))
+        text = "Simulated: F forward, B backward, I and W its halves; a row for a group of ranks."
+        return [
+            Part("schedule", "Schedule", text, charts.gantt(bars)),
+            Part("curve", "Memory of the ranks", "Peaks.", charts.memory_bars(peaks, limit)),
+        ]
+
+    def roofline(self) -> list[Part]:
+        """Operators below the roof of the device."""
+        part, chip = self.stages[""], device(self.plan.mesh)
+        names = {
+            operator.name: (f"{operator.kind}  {line.module or line.place}", operator.cost.compute)
+            for section in self.explained[""].sections
+            for line in section.lines
+            for operator in line.operators
+        }
+        kernels, dtypes = [], dict[str, float]()
+        for name, work in works(part.graph, part.plan, self.asked.rules).items():
+            both, times = (*work.forward, *work.backward), part.graph.multiplicity[name]
+            for one in both:
+                dtypes[one.dtype] = dtypes.get(one.dtype, 0.0) + one.flops * bool(one.gemm)
+            if name in names:
+                flops, nbytes = sum(w.flops for w in both), sum(w.nbytes for w in both)
+                label, seconds = names[name]
+                kernels.append(charts.Kernel(label, flops * times, nbytes * times, seconds))
+        dtype = max(dtypes, key=lambda name: dtypes[name], default="f32")
+        chart = charts.roofline(kernels, chip.rate(dtype, True), chip.memory_bandwidth)
+        text = f"Operators of a step on {chip.name}, {dtype}; the area of a point is its time."
+        return [Part("roofline", "Roofline", text, chart)]
+
+    def frontier(self) -> list[Part]:
+        """The fastest plans within less and less memory."""
+        part = self.stages[""]
+        options = Options.like(
+            part.plan, table=self.asked.rules, calibration=self.asked.calibration
+        )
+        planner = Planner(part.graph, part.plan.mesh, options, Trace(None))
+        points = []
+        self.progress("frontier")
+        for plan in frontier(planner.plan):
+            how = ", ".join(f"{run} {blocks}" for run, blocks in plan.recompute.items())
+            points.append((plan.predicted.peak_bytes, plan.predicted.step_seconds, how))
+        text = "The fastest plans within less and less memory, under the options of this plan."
+        return [Part("frontier", "Frontier", text, charts.frontier(points))]
+
+    def why_not(self) -> list[Part]:
+        """The next best layouts of the largest parameters."""
+        self.progress("why not")
+        part, asked = self.stages[""], self.asked
+        tracer = Stages(None, self.progress)
+        case = Case(
+            part.plan, part.graph, False, asked.rules, limit_of_plan(part.plan), tracer,
+            asked.calibration, part.whole, part.repeated,
+        )  # fmt: skip
+        largest = sorted(self.explained[""].parameters, key=lambda one: -one.nbytes)[:_ASKED]
+        names = {parameter.name for parameter in largest}
+        rows: list[tuple[object, ...]] = [("parameter", "here", "instead", "step", "memory")]
+        for decision in decisions(part.plan, part.graph).values():
+            if decision.name in names and decision.op == "parameter":
+                for answer in next_best(case, decision, 1):
+                    seconds, slower = answer.figure("step_seconds")
+                    nbytes, more = answer.figure("peak_bytes")
+                    figures: tuple[str, ...] = ("", "")
+                    if not answer.missing:
+                        figures = (
+                            f"{format_seconds(seconds)} ({signed(slower, format_seconds)})",
+                            f"{format_bytes(nbytes)} ({signed(more, format_bytes)})",
+                        )
+                    instead = answer.missing or answer.layouts
+                    rows.append((decision.name, decision.layout, instead, *figures))
+        text = f"The next best layouts of the {len(names)} largest parameters, planned again."
+        return [Part("why", "Why not otherwise", text, rows=rows)]
+
+    def difference(self, other: Plan) -> list[Part]:
+        """What another plan has otherwise."""
+        compared = plan_difference(self.plan, other)
+        rows: list[tuple[object, ...]] = [("figure", "this plan", "the other", "change")]
+        for one in compared.figures:
+            if one.before or one.after:
+                before, after = (
+                    charts.shown(one.name, one.before),
+                    charts.shown(one.name, one.after),
+                )
+                more = f"{one.change / one.before:+.1%}" if one.before else ""
+                rows.append((one.name.replace("_", " "), before, after, more))
+        rows += [(name, *texts, "") for name, texts in compared.head.items()]
+        for stage in compared.stages:
+            for change in stage.difference.changes:
+                rows.append((change.name, change.before, change.after, ""))
+        text = "The plans are equal." if compared.equal else "Figures and layouts that differ."
+        chart = charts.figures(compared.figures)
+        return [Part("difference", "Difference", text, chart, rows)]

@@ -1,0 +1,1 @@
+"""The report of a plan: one page with charts, made with plotly."""

@@ -1,0 +1,247 @@
+"""Charts of a plan, as figures of plotly; texts are escaped, because plotly reads them as HTML."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from autopar.errors import MissingDependencyError
+from autopar.explain.difference import Figure
+from autopar.explain.explanation import Explanation
+from autopar.explain.views import view
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import format_bytes, format_seconds
+
+GIB, MS = 2**30, 1e-3
+_ROW, _LEAST = 22, 260  # pixels: a row of a table of bars, and the least height of a chart
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of time of a row of a Gantt chart.
+
+    Attributes:
+        row, name: of the chart, and of the action.
+        kind: of the action; spans of a kind have one colour.
+        start, end: seconds.
+    """
+
+    row: str
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernels of one operator in a roofline.
+
+    Attributes:
+        name: the operator and its module.
+        flops, nbytes, seconds: of forward and backward in a step on one device.
+    """
+
+    name: str
+    flops: float
+    nbytes: float
+    seconds: float
+
+
+def _plotly() -> ModuleType:
+    try:
+        return import_module("plotly.graph_objects")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "plotly is not installed",
+            why="reports are drawn by it",
+            todo="pip install autopar[report]",
+        ) from error
+
+
+def _figure(traces: Sequence[Any], height: float, **layout: Any) -> Any:
+    chart = _plotly().Figure(data=list(traces))
+    chart.update_layout(
+        height=max(height, _LEAST), template="plotly_white", margin={"l": 10, "r": 10, "t": 30},
+        **layout,
+    )  # fmt: skip
+    chart.update_yaxes(automargin=True)
+    return chart
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value), quote=False)
+
+
+def heat_map(explained: Mapping[str, Explanation], mesh: Mapping[str, Mesh]) -> Any:
+    """Draws parameters against mesh axes: into how many parts each axis cuts each of them.
+
+    Args:
+        explained: explanations by stage, "" for the only one.
+        mesh: of each of them.
+    """
+    kinds = (("stored", "axes"), ("state", "updated_axes"), ("used", "used_axes"))
+    axes = list(dict.fromkeys(axis for one in mesh.values() for axis in one.names))
+    columns = [f"{kind} {axis}" for kind, _ in kinds for axis in axes]
+    names, cells, texts = [], [], []
+    for stage, explanation in explained.items():
+        for parameter in explanation.parameters:
+            names.append(_text(f"{stage}{parameter.name}"))
+            split = [
+                mesh[stage].axis_size(axis) if axis in getattr(parameter, field) else 1
+                for _, field in kinds
+                for axis in axes
+            ]
+            cells.append([math.log2(count) for count in split])
+            shown = _text(f"{parameter.stored} => {parameter.used}")
+            texts.append([f"{count} parts<br>{shown}" for count in split])
+    trace = _plotly().Heatmap(
+        z=cells, x=[_text(name) for name in columns], y=names, text=texts, colorscale="Blues",
+        hovertemplate="%{y}<br>%{x}: %{text}<extra></extra>", showscale=False, xgap=2, ygap=2,
+    )  # fmt: skip
+    return _figure([trace], _ROW * len(names) + 80, yaxis={"autorange": "reversed"})
+
+
+def by_layer(explained: Mapping[str, Explanation], memory: bool) -> Any:
+    """Draws milliseconds of a step, or GiB of a device, of every layer by cause."""
+    causes: dict[str, dict[str, float]] = {}
+    for stage, explanation in explained.items():
+        for row in view(explanation, "layer"):
+            for cause, value in (row.memory if memory else row.seconds).items():
+                layer = _text(f"{stage}{row.name or 'the rest'}")
+                causes.setdefault(cause, {})[layer] = value / (GIB if memory else MS)
+    layers = list(dict.fromkeys(layer for values in causes.values() for layer in values))
+    unit = "GiB" if memory else "ms"
+    traces = [
+        _plotly().Bar(
+            name=_text(cause), y=layers, x=[values.get(layer, 0.0) for layer in layers],
+            orientation="h", hovertemplate="%{y}<br>%{x:.4g} " + unit,
+        )
+        for cause, values in causes.items()
+    ]  # fmt: skip
+    return _figure(
+        traces, _ROW * len(layers) + 100, barmode="stack", xaxis={"title": unit},
+        yaxis={"autorange": "reversed"},
+    )  # fmt: skip
+
+
+def gantt(bars: Sequence[Bar]) -> Any:
+    """Draws the actions of every group of ranks in time, in milliseconds."""
+    kinds = dict.fromkeys(bar.kind for bar in bars)
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    traces = []
+    for kind in kinds:
+        own = [bar for bar in bars if bar.kind == kind]
+        traces.append(
+            _plotly().Bar(
+                name=_text(kind), y=[_text(bar.row) for bar in own], orientation="h",
+                base=[bar.start / MS for bar in own],
+                x=[(bar.end - bar.start) / MS for bar in own],
+                text=[_text(bar.name) for bar in own],
+                hovertemplate="%{text}<br>%{base:.4g} ms, %{x:.4g} ms long",
+            )
+        )  # fmt: skip
+    return _figure(
+        traces, 2 * _ROW * len(rows) + 120, barmode="overlay", xaxis={"title": "ms"},
+        yaxis={"autorange": "reversed"},
+    )  # fmt: skip
+
+
+def memory_curve(curve: Sequence[tuple[float, float]], limit: float) -> Any:
+    """Draws GiB of a device over the milliseconds of a step, with the limit.
+
+    Args:
+        curve: (seconds, bytes) after every change.
+        limit: bytes of a device.
+    """
+    seconds, nbytes = [time / MS for time, _ in curve], [held / GIB for _, held in curve]
+    trace = _plotly().Scatter(
+        x=seconds, y=nbytes, mode="lines", line={"shape": "hv"}, fill="tozeroy",
+        hovertemplate="%{x:.4g} ms: %{y:.4g} GiB<extra></extra>",
+    )  # fmt: skip
+    return _limited([trace], limit, {"title": "ms"})
+
+
+def memory_bars(groups: Sequence[tuple[str, float]], limit: float) -> Any:
+    """Draws the peak GiB of a device of every group of ranks, with the limit."""
+    trace = _plotly().Bar(
+        x=[_text(name) for name, _ in groups], y=[nbytes / GIB for _, nbytes in groups]
+    )
+    return _limited([trace], limit, {})
+
+
+def _limited(traces: Sequence[Any], limit: float, xaxis: Mapping[str, Any]) -> Any:
+    chart = _figure(traces, 320, xaxis=xaxis, yaxis={"title": "GiB", "rangemode": "tozero"})
+    if math.isfinite(limit):
+        chart.add_hline(y=limit / GIB, line_dash="dash", annotation_text="limit")
+    return chart
+
+
+def frontier(points: Sequence[tuple[float, float, str]]) -> Any:
+    """Draws the seconds of a step against memory.
+
+    Args:
+        points: bytes of a device, seconds of a step, and how blocks are recomputed.
+    """
+    trace = _plotly().Scatter(
+        x=[nbytes / GIB for nbytes, _, _ in points], y=[seconds / MS for _, seconds, _ in points],
+        text=[_text(how or "no recomputation") for _, _, how in points], mode="lines+markers",
+        hovertemplate="%{x:.4g} GiB: %{y:.4g} ms<br>%{text}<extra></extra>",
+    )  # fmt: skip
+    return _figure([trace], 320, xaxis={"title": "GiB"}, yaxis={"title": "ms"})
+
+
+def roofline(kernels: Sequence[Kernel], peak: float, bandwidth: float) -> Any:
+    """Draws FLOP/s of operators against FLOPs by byte, below the roof of a device.
+
+    Args:
+        kernels: of a step.
+        peak: FLOP/s of matrix units.
+        bandwidth: of memory, bytes a second.
+    """
+    counted = [one for one in kernels if one.flops and one.nbytes and one.seconds]
+    intensities = [one.flops / one.nbytes for one in counted]
+    ridge = peak / bandwidth
+    span = sorted({min([*intensities, ridge / 10]), ridge, max([*intensities, ridge * 10])})
+    roof = _plotly().Scatter(
+        x=span, y=[min(peak, bandwidth * at) for at in span], mode="lines", name="roof"
+    )
+    points = _plotly().Scatter(
+        x=intensities, y=[one.flops / one.seconds for one in counted], mode="markers",
+        name="operators", text=[_text(one.name) for one in counted],
+        marker={"size": _sizes([one.seconds for one in counted]), "opacity": 0.6},
+        hovertemplate="%{text}<br>%{x:.3g} FLOP/B, %{y:.3g} FLOP/s<extra></extra>",
+    )  # fmt: skip
+    return _figure(
+        [roof, points], 420, xaxis={"title": "FLOP / byte", "type": "log"},
+        yaxis={"title": "FLOP / s", "type": "log"},
+    )  # fmt: skip
+
+
+def _sizes(seconds: Sequence[float]) -> list[float]:
+    """Returns diameters in pixels, by the area of which operators take their seconds."""
+    most = max(seconds, default=1.0)
+    return [6 + 30 * math.sqrt(each / most) for each in seconds]
+
+
+def figures(compared: Sequence[Figure]) -> Any:
+    """Draws the predicted milliseconds of two plans beside one another."""
+    times = [one for one in compared if one.name.endswith("_seconds") and (one.before or one.after)]
+    names = [_text(one.name.removesuffix("_seconds")) for one in times]
+    traces = [
+        _plotly().Bar(name=label, x=names, y=[getattr(one, side) / MS for one in times])
+        for label, side in (("this plan", "before"), ("the other", "after"))
+    ]
+    return _figure(traces, 320, barmode="group", yaxis={"title": "ms"})
+
+
+def shown(name: str, value: float) -> str:
+    """Returns a figure of a plan with its unit."""
+    if name.endswith("seconds"):
+        return format_seconds(value)
+    return format_bytes(value) if name.endswith("bytes") else f"{value:.1%}"

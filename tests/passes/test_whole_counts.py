@@ -1,0 +1,159 @@
+"""Losses of microbatches add up to the loss of the whole batch, or are refused by name.
+
+Judged by the model on the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import OptionError
+from autopar.ir.graph import COUNTS
+from autopar.ir.graph_text import format_graph, parse_graph
+from autopar.operators.interpret import run
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CLASSES = 5
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.table, self.head = nn.Embedding(CLASSES, 6), nn.Linear(6, CLASSES)
+        self.register_buffer("rare", torch.arange(1.0, CLASSES + 1))
+        self.noise = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(x)), labels)
+
+
+def entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).flatten().double()
+    return (entropies(logits, labels) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def inverse(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).flatten()
+    return 3 * entropies(logits, labels).sum() * (1 / (mask.sum() + 0.0))
+
+
+def of_each_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).double()
+    losses = (entropies(logits, labels).view_as(mask) * mask).sum(1)
+    return (losses / mask.sum(1).clamp(min=1)).mean()
+
+
+def two_terms(logits: Tensor, labels: Tensor) -> Tensor:
+    even = (labels % 2 == 0).double()
+    second = (logits.square().mean(2) * even).sum() / even.sum()
+    return shifted(logits, labels) + 0.1 * second - 0.01 * logits.mean()
+
+
+def ratio_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).flatten().double()
+    return (entropies(logits, labels) * mask).mean() / mask.mean()
+
+
+def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(CLASSES, (6, 7), generator=generator)
+    labels = torch.randint(CLASSES, (6, 7), generator=generator)
+    lengths = torch.tensor([7, 2, 3, 7, 1, 5])
+    return {"x": x, "labels": labels.where(torch.arange(7) < lengths[:, None], -100)}
+
+
+def model(loss: Loss) -> Model:
+    torch.manual_seed(0)
+    return Model(loss).double()
+
+
+@pytest.mark.parametrize("loss", [*SUMMED, of_each_sample, plain_mean])
+@pytest.mark.parametrize("count", [2, 3])
+def test_microbatches_add_up_to_the_whole_batch(loss: Loss, count: int) -> None:
+    one, whole = model(loss), batch()
+    options = Options(microbatches=count, accumulates=True)
+    graph = capture_call(Call(one, (), whole), options, Trace(None), count).graph
+    assert parse_graph(format_graph(graph)) == graph
+    parts = [
+        dict(zip(whole, part, strict=True))
+        for part in zip(*(value.chunk(count) for value in whole.values()), strict=True)
+    ]
+    counted = {
+        leaf.target: parse_graph(str(leaf.keyword(COUNTS)))
+        for leaf in graph.leaves("input")
+        if leaf.keyword(COUNTS)
+    }
+    assert bool(counted) == (loss in SUMMED)
+    totals = {
+        name: torch.stack([value for part in parts for value in run(counts, part).values()]).sum()
+        for name, counts in counted.items()
+    }
+    weights = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+    losses = [run(graph, {**weights, **part, **totals})["loss"] for part in parts]
+    mean = torch.stack(losses).mean()
+    expected = one(**whole)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=0)
+    table = one.table.weight
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, table)[0] for value in (mean, expected)),
+        rtol=1e-10,
+        atol=1e-14,
+    )
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weights = torch.ones(CLASSES, dtype=torch.float64)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weights)
+
+
+def root(logits: Tensor, labels: Tensor) -> Tensor:
+    return shifted(logits, labels).sqrt()
+
+
+def longest(logits: Tensor, labels: Tensor) -> Tensor:
+    return entropies(logits, labels).sum() / (labels != -100).sum(1).max()
+
+
+def twice(logits: Tensor, labels: Tensor) -> Tensor:
+    return masked(logits, labels) / (labels != -100).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (weighted, "classes"),
+        (root, "sqrt of one"),
+        (longest, "max, which does not add up"),
+        (twice, "more than once"),
+    ],
+)
+def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:
+    options = Options(microbatches=2, accumulates=True)
+    with pytest.raises(OptionError, match=why) as raised:
+        capture_call(Call(model(loss), (), batch()), options, Trace(None), 2)
+    assert "test_whole_counts.py" in str(raised.value)
+    assert "microbatches=2" in str(raised.value)
