@@ -38,7 +38,14 @@ from autopar.planning.prices import calibration_of, cost_model, limit_of, slowdo
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
-from autopar.planning.within_memory import ALIKE, EXACT, Fitted, fitting, solved
+from autopar.planning.within_memory import (
+    ALIKE,
+    EXACT,
+    Fitted,
+    fitting,
+    least_bytes,
+    solved,
+)
 from autopar.stage_plan import StagePlan
 
 
@@ -203,6 +210,7 @@ class Planner:
                 partial(planned, max(gap, exact)), built.problem, limit, searches
             ),
             lambda: unlimited().plan.predicted.step_seconds,
+            least_bytes(built.problem),
         )
 
     def _simulated(self, chosen: Fitted) -> Fitted:

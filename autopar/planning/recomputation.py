@@ -22,6 +22,7 @@ from autopar.stage_plan import StagePlan
 PARTS = 2  # fractions of a run's blocks to try: halves
 REFINED = 2  # rounds that halve the step between fractions
 GAP = 5e-3  # relative gap of plans that are made to compare two values
+BEYOND = 1.1  # a problem that counts so many times the limit at least is not solved for comparison
 
 Chosen = Mapping[str, Recompute]
 
@@ -34,6 +35,7 @@ class Branch:
         fitting: returns the fastest plan within a number of bytes and a relative gap to the
             optimum, or raises InfeasibleError.
         seconds: returns the seconds of `free`, whose memory need not be simulated for it.
+        least: the least memory of all nodes together, in bytes; every plan holds about as much.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Branch:
         free: Callable[[], StagePlan],
         fitting: Callable[[float, float], StagePlan],
         seconds: Callable[[], float],
+        least: float = 0.0,
     ) -> None:
         self.free, self.fitting, self._seconds = cache(free), fitting, seconds
+        self.least = least
 
     def beats(self, plan: StagePlan) -> bool:
         """Returns whether a plan without a memory limit is faster than another plan."""
@@ -134,6 +138,8 @@ class _Search:
             return True
         self.tried.add(key)
         branch = self.branch(chosen)
+        if branch.least > BEYOND * self.limit:
+            return True
         if self.best is not None and not branch.beats(self.best):
             return False
         with suppress(InfeasibleError):

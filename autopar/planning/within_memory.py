@@ -31,6 +31,7 @@ SLACKS = (1.02, 1.1, 1.5)  # limits to try, in units of the least memory of all 
 # Time limit of a solve within a memory limit: a base, plus a part for each pair of choices of an
 # edge, up to a maximum. The base allows for a busy machine and for loading compiled code.
 LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
+LARGE_SECONDS = 2.0  # work of a search that reductions leave too large for a proof
 LATER = 0.4  # fraction of the time limit for a solve that starts from a choice
 SOON = 0.02  # the same, if a gap to the optimum is accepted
 
@@ -89,6 +90,7 @@ def solved(
         share = LATER if gap <= EXACT else SOON
         limit = seconds if start is None else share * seconds
         options = {"start": start, "time_limit": limit, "gap": gap}
+        options["work"] = min(limit, LARGE_SECONDS)
         solution = solve(problem, solver=solver, **_supported(solver, options))
         start = solution.choice
         return solution
@@ -136,6 +138,12 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
         return smallest.plan
     none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
     raise too_small(none, max(limit, 0.0), smallest.peak, held)
+
+
+def least_bytes(problem: Problem) -> float:
+    """Returns the least memory of all nodes together at the time at which it is largest."""
+    _, held = frugal(problem.nodes)
+    return sum(held.values())
 
 
 def _smallest(planned: Planned, least: float, before: Fitted | None) -> Fitted:

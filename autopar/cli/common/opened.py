@@ -27,7 +27,6 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import held_beside, in_flight, schedule_of
 from autopar.planning.pipelines.simulated import Simulated, simulated
-from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.streaming import copies_of, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.trace import Trace
@@ -112,6 +111,8 @@ class PlanFile:
             graphs: tuple[Graph, ...] = (whole,)
             progress("strategies")
         else:
+            from autopar.planning.pipelines.stages import stage_graphs
+
             prices(plan.stages[0], self.calibration, plan.mesh)
             graph = self._microbatch_graph(progress)
             plan.check(graph, plan.mesh)

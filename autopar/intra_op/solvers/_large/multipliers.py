@@ -18,10 +18,12 @@ from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.kicks import polish, repair
 from autopar.intra_op.solvers._large.usage_tree import held, usage
-from autopar.intra_op.solvers._moves import local, price
+from autopar.intra_op.solvers._moves import Local, local, price
 from autopar.intra_op.solvers._trws import bound, sweep
 
-FORESTS = 2  # after every two sweeps of TRW-S
+FORESTS = 2  # at a time
+ROUNDS = 4  # most rounds of forests on what TRW-S decodes
+WORTH = 1e-3  # relative gain of a round after which another one follows
 POLISHES = 3  # sweeps over single nodes
 FIRST = 0.02  # price of all memory up to the limit at first, relative to the bound without it
 LEAST, MOST = 0.03, 0.3  # relative excesses between which the largest makes the longest step
@@ -42,6 +44,7 @@ class Multipliers:
         self.space = forest(self.moves)
         self.messages = np.zeros(int(self.moves.graph.message[-1]))
         self.guess = np.zeros(flat.nodes, dtype=np.int64)
+        self.choice = self.guess.copy()
         pieces = range(len(flat.span))
         lightest = np.array([flat.nbytes[flat.held[p] : flat.held[p + 1]].min() for p in pieces])
         change = np.zeros(len(flat.base) + 1)
@@ -72,14 +75,34 @@ class Multipliers:
         return np.bincount(owner, paid, len(flat.cost)).astype(np.float64)
 
     def choose(self) -> Ints:
-        """Returns a cheap choice at the present prices; it need not fit."""
-        cost, graph = self.cost(), self.moves.graph
-        sweep(graph, cost, self.messages, self.guess, False)
-        sweep(graph, cost, self.messages, self.guess, True)
-        choice = self.guess.copy()
+        """Returns a cheap choice at the present prices; it need not fit.
+
+        That is the cheaper of two: the last choice, which random forests improve at the present
+        prices, and what TRW-S decodes, which they improve as long as that pays.
+        """
+        priced = self.moves._replace(cost=self.cost())
+        decoded: list[Ints] = []
+        for backward in (False, True):
+            sweep(priced.graph, priced.cost, self.messages, self.guess, backward)
+            decoded.append(self.guess.copy())
+        fresh = min(decoded, key=lambda choice: price(priced, choice))
+        before = price(priced, fresh)
+        for _ in range(ROUNDS):
+            self._improve(priced, fresh)
+            now = price(priced, fresh)
+            if before - now <= WORTH * abs(now):
+                break
+            before = now
+        if self.steps == 1:
+            self.choice = fresh
+        self._improve(priced, self.choice)
+        self.choice = min(self.choice, fresh, key=lambda choice: price(priced, choice))
+        return self.choice.copy()
+
+    def _improve(self, priced: Local, choice: Ints) -> None:
+        """Takes the best choices of some random forests."""
         self.steps += 1
-        forests(self.moves, self.space, cost, choice, FORESTS, self.seed + self.steps)
-        return choice
+        forests(priced, self.space, priced.cost, choice, FORESTS, self.seed + self.steps)
 
     def change(self, choice: Ints, length: float, full: float = 1.0) -> None:
         """Changes prices by a factor of at most e^length, towards a share `full` of the limit.
