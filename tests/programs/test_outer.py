@@ -116,12 +116,8 @@ def test_any_plan_runs_inside_a_replica() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("inside", INSIDE)
-def test_every_method_in_every_plan(inside: str) -> None:
-    cases = [
-        (text.format(tau), optimizer, inside)
-        for text in METHODS
-        for optimizer in OPTIMIZERS
-        for tau in (1, 2, 3, 5)
-    ]
+def test_every_method_in_every_plan(inside: str, optimizer: str) -> None:
+    cases = [(text.format(tau), optimizer, inside) for text in METHODS for tau in (1, 2, 3, 5)]
     check(cases, "cpu: node=2, gpu=2", 4)
