@@ -68,14 +68,15 @@ GLOO = {
 LARGE = 1 << 20  # bytes of the smaller of two messages that tell a bandwidth
 
 
-def seconds(call: Callable[[], object], runs: int) -> float:
-    """Median over runs of the slowest rank's time."""
+def seconds(call: Callable[[], object], runs: int, times: int = 1) -> float:
+    """Median over runs of the slowest rank's time of one of consecutive calls."""
     found = []
     for _ in range(runs + 1):
         dist.barrier()
         began = time.perf_counter()
-        call()
-        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        for _ in range(times):
+            call()
+        spent = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         found.append(spent.item())
     return median(found[1:])  # the first one opens connections
@@ -94,7 +95,7 @@ def link(first: int, second: int, nbytes: int, runs: int) -> float:
             dist.recv(x, first)
             dist.send(x, first)
 
-    return seconds(there_and_back, runs) / 2
+    return seconds(there_and_back, runs, 10 if nbytes < LARGE else 1) / 2
 
 
 def measured_levels(hosts: int, each: int, runs: int) -> list[Level]:

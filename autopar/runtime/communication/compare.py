@@ -1,6 +1,7 @@
 """Measures the algorithms of collectives side by side, for `cost/programs/choice.py`.
 
-All ranks run one call at a time, and it takes as long as its slowest rank. The algorithms and the
+All ranks run one call at a time, and it takes as long as its slowest rank. Short calls follow one
+another in a run, since ranks do not begin it at quite the same moment. The algorithms and the
 library's call take turns, in an order that is drawn anew each time, so that a disturbance of the
 machine, or of a call by the one before it, meets all of them. After each round those that are
 clearly slower drop out, and the time goes to the rest (successive halving: Jamieson
@@ -36,7 +37,7 @@ class Round(NamedTuple):
 
     Attributes:
         least: fewest runs of each algorithm.
-        seconds: for how long each is run at least, in at most `MOST` runs.
+        seconds: for how long the fastest is run at least, in at most `MOST` runs.
         within: whose fastest run is slower than that of all by more than this factor drops out.
     """
 
@@ -46,7 +47,9 @@ class Round(NamedTuple):
 
 
 MOST = 100
-ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(16, 1.0, 1.0))
+RUN = 0.01  # seconds of a run of short calls
+CALLS = 16  # most calls of a run
+ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(12, 0.5, 1.0))
 QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
 
 
@@ -120,7 +123,7 @@ def race(
     runs: Mapping[str, Callable[[], object]],
     kept: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Returns the seconds of the slowest rank in all runs of each call.
+    """Returns the seconds of a call on the slowest rank, in all runs of each.
 
     Args:
         everyone: all ranks.
@@ -130,29 +133,34 @@ def race(
         kept: those that never drop out.
     """
     clock = partial(_slowest, everyone, device)
-    first = {name: clock(run) for name, run in runs.items()}  # opens connections
+    first = {name: clock(run, 1) for name, run in runs.items()}  # opens connections
+    length = RUN if any(each.seconds for each in rounds) else 0.0
+    calls = {name: min(max(round(length / took), 1), CALLS) for name, took in first.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     racing, dice = list(runs), random.Random(len(runs))  # the same order on all ranks
     for least, seconds, within in rounds:
-        fastest = min(min(samples[name] or [first[name]]) for name in racing)
+        fastest = min(calls[name] * min(samples[name] or [first[name]]) for name in racing)
         for _ in range(max(least, min(round(seconds / fastest), MOST))):
             for name in dice.sample(racing, len(racing)):
-                samples[name].append(clock(runs[name]))
+                samples[name].append(clock(runs[name], calls[name]))
         # Few runs say little of the median, but other load on the machine only slows them down.
         most = within * min(min(samples[name]) for name in racing)
         racing = [name for name in racing if name in kept or min(samples[name]) <= most]
     return samples
 
 
-def _slowest(everyone: Group, device: torch.device, call: Callable[[], object]) -> float:
-    """Returns the seconds of a call on its slowest rank; all begin together."""
+def _slowest(
+    everyone: Group, device: torch.device, call: Callable[[], object], times: int
+) -> float:
+    """Returns the seconds of one of consecutive calls on the slowest rank; all begin together."""
     now = torch.zeros(1, dtype=torch.float64, device=device)
     everyone.maximum(now)
     _wait(device)
     began = time.perf_counter()
-    call()
+    for _ in range(times):
+        call()
     _wait(device)
-    now.fill_(time.perf_counter() - began)
+    now.fill_((time.perf_counter() - began) / times)
     return float(everyone.maximum(now))
 
 
