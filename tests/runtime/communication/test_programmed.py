@@ -96,11 +96,12 @@ class Shown(NamedTuple):
     stepped: list[tuple[str, Tensor, Tensor]]
     refused: str
     switched: list[str]
+    beside: tuple[list[float], list[float], list[float]]
 
 
 def shown() -> Shown:
     mesh = "cpu: node=2, gpu=2"
-    return Shown(everything(mesh, ("gpu",), 2), stepped(), refused(), switched())
+    return Shown(everything(mesh, ("gpu",), 2), stepped(), refused(), switched(), beside())
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +189,22 @@ def test_calls_that_name_none_are_run_as_the_table_says(ranks: list[Shown]) -> N
     for name in ("2d_torus", "h_ring"):
         expected += [f"{plain} by {name}", plain, plain]  # 32 bytes are less than the row says
     assert [rank.switched for rank in ranks] == [expected] * 4
+
+
+def beside() -> tuple[list[float], list[float], list[float]]:
+    """Two programs while a gather of the library on the same ranks is under way."""
+    comm = Communicator(Mesh.parse("cpu: node=2, gpu=2"))
+    x = torch.full((3,), 10.0**comm.rank)
+    gathered = x.new_empty(12)
+    waiting = comm.group(("node", "gpu")).calls.all_gather(gathered, x, ahead=True)
+    over_all = comm.group(("node", "gpu"), "h_ring/2").reduce(x)
+    over_one = comm.group("gpu", "flat_ring").reduce(x)
+    assert waiting is not None
+    waiting.wait()
+    return gathered.tolist(), over_all.tolist(), over_one.tolist()
+
+
+def test_programs_run_beside_a_call_of_the_library(ranks: list[Shown]) -> None:
+    for rank, shown in enumerate(ranks):
+        gathered = [value for value in (1.0, 10.0, 100.0, 1000.0) for _ in range(3)]
+        assert shown.beside == (gathered, [1111.0] * 3, [11.0 if rank < 2 else 1100.0] * 3)
