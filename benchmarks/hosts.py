@@ -1,4 +1,4 @@
-"""Emulates hosts on one machine by network namespaces with slow links; needs root, ip and tc."""
+"""Emulates hosts by network namespaces with slow links; needs root, ip, tc and sysctl."""
 
 from __future__ import annotations
 
