@@ -84,7 +84,7 @@ def seconds(call: Callable[[], object], runs: int, times: int = 1) -> float:
 
 def link(first: int, second: int, nbytes: int, runs: int) -> float:
     """Seconds of one message between two ranks, half of there and back."""
-    x = torch.zeros(max(nbytes // 4, 1))
+    x = torch.zeros(nbytes // 4)
 
     def there_and_back() -> None:
         rank = dist.get_rank()
@@ -95,7 +95,23 @@ def link(first: int, second: int, nbytes: int, runs: int) -> float:
             dist.recv(x, first)
             dist.send(x, first)
 
-    return seconds(there_and_back, runs, 10 if nbytes < LARGE else 1) / 2
+    return seconds(there_and_back, runs) / 2
+
+
+def round_seconds(distance: int, runs: int) -> float:
+    """Seconds of a round of empty messages: all ranks exchange at once, as they share processors.
+
+    The partners' numbers differ in the bit of `distance`.
+    """
+    sent, came = torch.zeros(1), torch.zeros(1)
+    partner = dist.get_rank() ^ distance
+
+    def exchange() -> None:
+        calls = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, came, partner)
+        for work in dist.batch_isend_irecv(list(calls)):
+            work.wait()
+
+    return seconds(exchange, runs, 20)
 
 
 def measured_levels(hosts: int, each: int, runs: int) -> list[Level]:
@@ -104,11 +120,11 @@ def measured_levels(hosts: int, each: int, runs: int) -> list[Level]:
     for size, peer, name in ((hosts, each, "between"), (each, 1, "inside")):
         if size == 1:
             continue
-        latency = link(0, peer, 4, runs)
         # Between two large ones, as the first bytes of a burst are not held back.
         large, larger = (link(0, peer, times * LARGE, runs) for times in (1, 3))
         rate = 2 * LARGE / max(larger - large, 1e-9)
         share = rate / each if name == "between" else rate
+        latency = round_seconds(peer, runs)
         found.append(Level(size, share, latency, alone=rate, resource=name))
     return found
 
