@@ -48,7 +48,14 @@ from autopar.cost.programs.play import flow_of, play
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
-from autopar.runtime.communication.compare import ROUNDS, Effort, compare, prepared, race
+from autopar.runtime.communication.compare import (
+    ROUNDS,
+    Effort,
+    compare,
+    paired_medians,
+    prepared,
+    race,
+)
 from benchmarks.harness import PICTURES, read, write
 from benchmarks.hosts import launch, several_hosts
 
@@ -165,7 +172,7 @@ def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         x = torch.zeros(nbytes // 4)
         runs = {by: prepared(comm.group(axes, by), kind, x) for by in said}
         samples = race(comm.group(axes), device, ROUNDS, runs, (LIBRARY, best))
-        found = {by: median(values) for by, values in samples.items()}
+        found = paired_medians(samples)
         for by, taken in found.items():
             rows.append(
                 {

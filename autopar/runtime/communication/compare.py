@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ class Round(NamedTuple):
 MOST = 100
 RUN = 0.01  # seconds of a run of short calls
 CALLS = 16  # most calls of a run
+SLOWER = 1.01  # than the winner, at least, is a call that dropped out
+_JUST_BELOW = 0.999  # no call becomes the fastest by what was measured of a larger one
 ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(12, 0.5, 1.0))
 QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
 
@@ -71,8 +74,7 @@ class Effort:
 def compare(mesh: Mesh, device: torch.device, effort: Effort, progress: Progress) -> list[Exchange]:
     """Returns the times of all algorithms of all collectives over all sets of axes.
 
-    All ranks of the mesh call it alike and get the same times. A call takes at most as long as a
-    larger one, since other load on the machine only slows calls down.
+    All ranks of the mesh call it alike and get the same times; see `at_most`.
 
     Args:
         mesh: a mesh with as many devices as there are processes.
@@ -91,9 +93,10 @@ def compare(mesh: Mesh, device: torch.device, effort: Effort, progress: Progress
         for place, payload in enumerate(sorted(effort.payloads, reverse=True)):
             name = f"algorithms of {kind} of {payload} bytes over {', '.join(axes)}"
             progress(name, number * len(effort.payloads) + place + 1, total)
-            for one in compare_call(comm, device, effort, axes, kind, payload):
-                larger[one.by] = min(one.time.seconds, larger.get(one.by, math.inf))
-                found.append(replace(one, time=Timing(larger[one.by], one.time.spread)))
+            measured = compare_call(comm, device, effort, axes, kind, payload)
+            measured = at_most(measured, larger)
+            found += measured
+            larger = {one.by: one.time.seconds for one in measured}
     return found
 
 
@@ -111,9 +114,47 @@ def compare_call(
     x = torch.zeros(max(payload // 4 // count, 1) * count, device=device)
     runs = {by: prepared(comm.group(axes, by), kind, x) for by in names}
     samples = race(comm.group(comm.mesh.names), device, effort.rounds, runs)
+    medians = paired_medians(samples)
     return [
-        Exchange(kind, axes, float(x.nbytes), timing(found), by) for by, found in samples.items()
+        Exchange(kind, axes, float(x.nbytes), replace(timing(found), seconds=medians[by]), by)
+        for by, found in samples.items()
     ]
+
+
+def paired_medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the median seconds of every call of a race.
+
+    Those that dropped out early have few samples, of a time when the machine may have been less
+    busy. They are compared with the winner's samples of the same turns.
+    """
+    longest = max(map(len, samples.values()))
+    ends = {name: median(own) for name, own in samples.items() if len(own) == longest}
+    best = min(ends, key=lambda name: ends[name])
+    made = {}
+    for name, own in samples.items():
+        ratio = median(a / b for a, b in zip(own, samples[best], strict=False))
+        made[name] = ends[best] * (ratio if name in ends else max(ratio, SLOWER))
+    return made
+
+
+def at_most(measured: Sequence[Exchange], larger: Mapping[str, float]) -> list[Exchange]:
+    """Returns calls that take at most as long as larger ones, of which the fastest stays so.
+
+    Other load on the machine only slows calls down, and not all sizes are measured under the same:
+    the fastest takes at most as long as the fastest of the larger ones, and the others are scaled
+    with it.
+
+    Args:
+        measured: calls of one size.
+        larger: the seconds of the same calls of a larger size, by algorithm; {} if there is none.
+    """
+    fastest = min(one.time.seconds for one in measured)
+    scale = min(1.0, _JUST_BELOW * min(larger.values(), default=math.inf) / fastest)
+    made = []
+    for one in measured:
+        seconds = min(scale * one.time.seconds, larger.get(one.by, math.inf))
+        made.append(replace(one, time=Timing(seconds, one.time.spread)))
+    return made
 
 
 def race(
