@@ -48,7 +48,14 @@ from autopar.cost.programs.play import flow_of, play
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
-from autopar.runtime.communication.compare import ROUNDS, Effort, compare, prepared, race
+from autopar.runtime.communication.compare import (
+    ROUNDS,
+    Effort,
+    compare,
+    paired_medians,
+    prepared,
+    race,
+)
 from benchmarks.harness import PICTURES, read, write
 from benchmarks.hosts import launch, several_hosts
 
@@ -68,14 +75,15 @@ GLOO = {
 LARGE = 1 << 20  # bytes of the smaller of two messages that tell a bandwidth
 
 
-def seconds(call: Callable[[], object], runs: int) -> float:
-    """Median over runs of the slowest rank's time."""
+def seconds(call: Callable[[], object], runs: int, times: int = 1) -> float:
+    """Median over runs of the slowest rank's time of one of consecutive calls."""
     found = []
     for _ in range(runs + 1):
         dist.barrier()
         began = time.perf_counter()
-        call()
-        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        for _ in range(times):
+            call()
+        spent = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         found.append(spent.item())
     return median(found[1:])  # the first one opens connections
@@ -83,7 +91,7 @@ def seconds(call: Callable[[], object], runs: int) -> float:
 
 def link(first: int, second: int, nbytes: int, runs: int) -> float:
     """Seconds of one message between two ranks, half of there and back."""
-    x = torch.zeros(max(nbytes // 4, 1))
+    x = torch.zeros(nbytes // 4)
 
     def there_and_back() -> None:
         rank = dist.get_rank()
@@ -97,17 +105,33 @@ def link(first: int, second: int, nbytes: int, runs: int) -> float:
     return seconds(there_and_back, runs) / 2
 
 
+def round_seconds(distance: int, runs: int) -> float:
+    """Seconds of a round of empty messages: all ranks exchange at once, as they share processors.
+
+    The partners' numbers differ in the bit of `distance`.
+    """
+    sent, came = torch.zeros(1), torch.zeros(1)
+    partner = dist.get_rank() ^ distance
+
+    def exchange() -> None:
+        calls = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, came, partner)
+        for work in dist.batch_isend_irecv(list(calls)):
+            work.wait()
+
+    return seconds(exchange, runs, 20)
+
+
 def measured_levels(hosts: int, each: int, runs: int) -> list[Level]:
     """The network as messages find it; ranks of a host share its card."""
     found = []
     for size, peer, name in ((hosts, each, "between"), (each, 1, "inside")):
         if size == 1:
             continue
-        latency = link(0, peer, 4, runs)
         # Between two large ones, as the first bytes of a burst are not held back.
         large, larger = (link(0, peer, times * LARGE, runs) for times in (1, 3))
         rate = 2 * LARGE / max(larger - large, 1e-9)
         share = rate / each if name == "between" else rate
+        latency = round_seconds(peer, runs)
         found.append(Level(size, share, latency, alone=rate, resource=name))
     return found
 
@@ -148,7 +172,7 @@ def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         x = torch.zeros(nbytes // 4)
         runs = {by: prepared(comm.group(axes, by), kind, x) for by in said}
         samples = race(comm.group(axes), device, ROUNDS, runs, (LIBRARY, best))
-        found = {by: median(values) for by, values in samples.items()}
+        found = paired_medians(samples)
         for by, taken in found.items():
             rows.append(
                 {

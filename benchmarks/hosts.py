@@ -1,4 +1,4 @@
-"""Emulates hosts on one machine by network namespaces with slow links; needs root, ip and tc."""
+"""Emulates hosts by network namespaces with slow links; needs root, ip, tc and sysctl."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _limit(namespace: str, interface: str, rate: str) -> None:
     """Limits what an interface sends to `rate`, a number and a unit: "100mbit", "1gbit"."""
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     bits = float(rate[:-4]) * units[rate[-4:]]
-    packet = 9000 if interface == "lo" else 1500
+    # Fast links have jumbo frames: the machine would be busy with smaller ones.
+    packet = 9000 if interface == "lo" or bits >= 1e9 else 1500
     # A bucket saves up what an idle link could have sent. It holds two packets or a tenth of a
     # millisecond, so that the first messages of a burst are not faster than the link.
     burst = max(2 * packet + 28, round(bits / 8 * 1e-4))

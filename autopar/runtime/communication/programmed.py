@@ -5,6 +5,9 @@ round are posted in one batch. A received chunk is awaited only before it is for
 that pieces and levels overlap as far as the backend permits. Sums use the tensor's dtype and an
 order that the program fixes, independently of the order of arrival. A sum is computed on one rank
 and copied to the others, so all ranks get the same bits.
+
+Under gloo data travels once both ends have posted a message. Receivers therefore post theirs a
+round ahead, where no earlier round uses the memory. NCCL matches whole rounds, and gets no others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ from autopar.runtime.communication.group import Group
 from autopar.runtime.ranks.channel import Channel, Waiting
 
 Span = tuple[int, int, int]  # buffer, first element, number of elements
+_SMALL = 1 << 14  # elements that are sooner copied than received late
 
 
 class _Message(NamedTuple):
@@ -37,6 +42,8 @@ class _Message(NamedTuple):
         spans: their memory, with neighbours merged.
         does: "send", "add" or "keep".
         tag: distinguishes the messages between two ranks.
+        direct: whether it is received straight into its chunks.
+        early: whether it may be posted a round ahead.
     """
 
     peer: int
@@ -44,6 +51,8 @@ class _Message(NamedTuple):
     spans: tuple[Span, ...]
     does: str
     tag: int
+    direct: bool = False
+    early: bool = False
 
 
 class _Work(NamedTuple):
@@ -188,18 +197,27 @@ class _Run:
         self.leaving: dict[int, list[Callable[[], None]]] = {}
 
     def play(self, work: _Work) -> None:
-        for messages in work.rounds:
-            self._post(messages)
+        ahead, posted = self.buffers[0].is_cpu, False
+        for messages, following in zip_longest(work.rounds, work.rounds[1:], fillvalue=()):
+            now = [m for m in messages if not (posted and m.early)]
+            early = [m for m in following if ahead and m.early]
+            self._post(now, early)
+            posted = ahead
         for waiting in (*self.arriving.values(), *self.leaving.values()):
             for finish in waiting:
                 finish()
 
-    def _post(self, messages: Sequence[_Message]) -> None:
+    def _post(self, messages: Sequence[_Message], early: Sequence[_Message]) -> None:
+        """Posts messages of a round, and early ones of the next round."""
+        if not (messages or early):
+            return
         posted, calls = [], []
         # Receives come first: gloo sends no data before the receiver has said over the same
         # connection that it is ready, and these words would wait behind data of the other way.
-        for message in sorted(messages, key=lambda each: each.does == "send"):
-            for chunk in message.chunks if message.does != "add" else ():
+        ordered = [(each.does == "send", False, each) for each in messages]
+        ordered += [(False, True, each) for each in early]
+        for _, is_early, message in sorted(ordered, key=lambda each: each[0]):
+            for chunk in () if is_early or message.does == "add" else message.chunks:
                 self._settle(self.arriving, chunk)
                 if message.does == "keep":
                     self._settle(self.leaving, chunk)
@@ -226,7 +244,7 @@ class _Run:
         """Returns the buffer of a message; contiguous chunks are not copied."""
         if message.does == "send":
             return views[0] if len(views) == 1 else torch.cat(views)
-        if message.does == "keep" and len(views) == 1:
+        if message.direct:
             return views[0]
         return views[0].new_empty(sum(view.numel() for view in views))
 
@@ -276,6 +294,7 @@ def _work(kind: str, algorithm: Algorithm, shape: tuple[int, ...], me: int, each
     place, passing = _places(program, script, me, each)
     tags: dict[tuple[int, bool], int] = {}
     rounds = []
+    used: set[int] = set()  # chunks of earlier rounds
     for posts in script:
         messages = []
         for peer, chunks, does in posts:
@@ -283,7 +302,12 @@ def _work(kind: str, algorithm: Algorithm, shape: tuple[int, ...], me: int, each
             way = (peer, does == "send")
             tags[way] = tags.get(way, -1) + 1
             if spans:
-                messages.append(_Message(peer, chunks, spans, does, tags[way]))
+                free = used.isdisjoint(chunks)
+                small = spans[0][2] <= _SMALL
+                direct = does == "keep" and len(spans) == 1 and (free or not small)
+                early = does != "send" and (free or not direct)
+                messages.append(_Message(peer, chunks, spans, does, tags[way], direct, early))
+        used.update(chunk for post in posts for chunk in post.chunks)
         if messages:
             rounds.append(tuple(messages))
     return _Work(tuple(rounds), passing)

@@ -53,22 +53,31 @@ def memories(session: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def saved_and_resumed(
-    folder: str, mesh: str, gradients: str, state: str, stages: int
+    folder: str, mesh: str, cases: list[tuple[str, str]], stages: int
+) -> list[tuple[list[float], list[float], dict[str, Any]]]:
+    return [
+        one_saved_and_resumed(Path(folder) / gradients, mesh, gradients, state, stages)
+        for gradients, state in cases
+    ]
+
+
+def one_saved_and_resumed(
+    path: Path, mesh: str, gradients: str, state: str, stages: int
 ) -> tuple[list[float], list[float], dict[str, Any]]:
     first = session_of(mesh, gradients, state, stages)
-    for _ in range(3):
+    for _ in range(2):
         first.step(**BATCH)
-    first.save_checkpoint(Path(folder) / "c")
+    first.save_checkpoint(path)
     kept = memories(first)
-    going_on = [first.step(**BATCH).item() for _ in range(3)]
+    going_on = [first.step(**BATCH).item() for _ in range(2)]
     first.close()
     second = session_of(mesh, gradients, state, stages)
-    second.load_checkpoint(Path(folder) / "c")
+    second.load_checkpoint(path)
     for name, memory in memories(second).items():
         assert memory.keys() == kept[name].keys()
         assert all(torch.equal(memory[slot], kept[name][slot]) for slot in memory), name
     assert memories(second).keys() == kept.keys()
-    resumed = [second.step(**BATCH).item() for _ in range(3)]
+    resumed = [second.step(**BATCH).item() for _ in range(2)]
     second.load_weights(model().state_dict())
     assert not memories(second)  # what was left out belongs to other weights
     second.close()
@@ -76,43 +85,53 @@ def saved_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("gradients", "state", "stages"),
-    [
-        ("top-k 5 %", "ddp", 1),
-        ("powersgd rank 2", "zero2", 1),
-        ("1-bit", "ddp", 2),
-    ],
+    ("cases", "stages"),
+    [([("top-k 5 %", "ddp"), ("powersgd rank 2", "zero2")], 1), ([("1-bit", "ddp")], 2)],
 )
 def test_a_program_goes_on_to_the_bit(
-    tmp_path: Path, gradients: str, state: str, stages: int
+    tmp_path: Path, cases: list[tuple[str, str]], stages: int
 ) -> None:
     mesh, count = (TWO, 2) if stages == 1 else (FOUR, 4)
-    ranks = run_ranks(saved_and_resumed, str(tmp_path), mesh, gradients, state, stages, count=count)
-    for going_on, resumed, kept in ranks:
-        assert going_on == resumed
-        assert kept
-        assert any(bool(t.any()) for memory in kept.values() for t in memory.values())
+    for rank in run_ranks(saved_and_resumed, str(tmp_path), mesh, cases, stages, count=count):
+        for going_on, resumed, kept in rank:
+            assert going_on == resumed
+            assert kept
+            assert any(bool(t.any()) for memory in kept.values() for t in memory.values())
 
 
-def resumed_elsewhere(folder: str, gradients: str, state: str) -> dict[str, dict[str, Tensor]]:
-    session = session_of(FOUR, gradients, state)
-    session.load_checkpoint(Path(folder) / "c")
-    kept = memories(session)
-    assert session.step(**BATCH).isfinite()
-    session.close()
+def saved(folder: str, states: list[str]) -> list[dict[str, dict[str, Tensor]]]:
+    kept = []
+    for state in states:
+        session = session_of(TWO, "top-k 5 %", state)
+        session.step(**BATCH)
+        session.save_checkpoint(Path(folder) / state)
+        kept.append(memories(session))
+        session.close()
     return kept
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "zero2"), ("zero2", "ddp")])
-def test_other_devices_owe_the_same_in_all(tmp_path: Path, before: str, after: str) -> None:
-    ranks = run_ranks(saved_and_resumed, str(tmp_path), TWO, "top-k 5 %", before, 1, count=2)
-    others = run_ranks(resumed_elsewhere, str(tmp_path), "powersgd rank 2", after, count=4)
-    for name, shape in SHAPES.items():
-        owed = sum(t for _, _, kept in ranks for t in kept[name].values())
-        now = sum(t for kept in others for t in kept[name].values())
-        assert isinstance(owed, Tensor)
-        assert owed.shape == shape
-        torch.testing.assert_close(now, owed, rtol=1e-14, atol=1e-16)
+def resumed_elsewhere(folder: str, states: dict[str, str]) -> list[dict[str, dict[str, Tensor]]]:
+    kept = []
+    for before, after in states.items():
+        session = session_of(FOUR, "powersgd rank 2", after)
+        session.load_checkpoint(Path(folder) / before)
+        kept.append(memories(session))
+        assert session.step(**BATCH).isfinite()
+        session.close()
+    return kept
+
+
+def test_other_devices_owe_the_same_in_all(tmp_path: Path) -> None:
+    states = {"ddp": "zero2", "zero2": "ddp"}
+    ranks = run_ranks(saved, str(tmp_path), list(states), count=2)
+    others = run_ranks(resumed_elsewhere, str(tmp_path), states, count=4)
+    for number in range(len(states)):
+        for name, shape in SHAPES.items():
+            owed = sum(t for kept in ranks for t in kept[number][name].values())
+            now = sum(t for kept in others for t in kept[number][name].values())
+            assert isinstance(owed, Tensor)
+            assert owed.shape == shape
+            torch.testing.assert_close(now, owed, rtol=1e-14, atol=1e-16)
 
 
 def around_bad_steps(cases: list[tuple[str, str, str]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -89,10 +89,30 @@ def test_in_pieces_and_on_eight_ranks() -> None:
     check(run_ranks(everything, "cpu: node=2, gpu=4", ("node", "gpu"), 3, count=8))
 
 
-def test_along_one_axis_of_two() -> None:
-    ranks = run_ranks(everything, "cpu: node=2, gpu=2", ("gpu",), 2)
-    check(ranks[:2])
-    check(ranks[2:])
+class Shown(NamedTuple):
+    """What one of four ranks found."""
+
+    along_one_axis: dict[Any, Any]
+    stepped: list[tuple[str, Tensor, Tensor]]
+    refused: str
+    switched: list[str]
+    beside: tuple[list[float], list[float], list[float]]
+
+
+def shown() -> Shown:
+    mesh = "cpu: node=2, gpu=2"
+    return Shown(everything(mesh, ("gpu",), 2), stepped(), refused(), switched(), beside())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Shown]:
+    return run_ranks(shown)
+
+
+def test_along_one_axis_of_two(ranks: list[Shown]) -> None:
+    results = [rank.along_one_axis for rank in ranks]
+    check(results[:2])
+    check(results[2:])
 
 
 def stepped() -> list[tuple[str, Tensor, Tensor]]:
@@ -126,8 +146,8 @@ def _named(call: Collective) -> Collective:
     return Collective(call.kind, call.axes, call.nbytes, 0, name)
 
 
-def test_steps_of_layouts_go_by_their_algorithm_both_ways() -> None:
-    for results in run_ranks(stepped):
+def test_steps_of_layouts_go_by_their_algorithm_both_ways(ranks: list[Shown]) -> None:
+    for results in (rank.stepped for rank in ranks):
         for (plain, y, gradient), (by, other, its) in zip(results[::2], results[1::2], strict=True):
             assert "2d_torus" not in plain
             assert "2d_torus" in by or "two_level" in by
@@ -145,8 +165,8 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    assert {"2d_torus over 2x2 runs among 2 ranks" in text for text in run_ranks(refused)} == {True}
+def test_what_does_not_fit_is_refused_by_name(ranks: list[Shown]) -> None:
+    assert all("2d_torus over 2x2 runs among 2 ranks" in rank.refused for rank in ranks)
     assert "telepathy" not in algorithms("all_reduce")
 
 
@@ -163,9 +183,28 @@ def switched() -> list[str]:
     return [kind for kind in kinds if kind.startswith("all_reduce")][-9:]
 
 
-def test_calls_that_name_none_are_run_as_the_table_says() -> None:
+def test_calls_that_name_none_are_run_as_the_table_says(ranks: list[Shown]) -> None:
     plain = "all_reduce"
     expected = [plain] * 3
     for name in ("2d_torus", "h_ring"):
         expected += [f"{plain} by {name}", plain, plain]  # 32 bytes are less than the row says
-    assert run_ranks(switched) == [expected] * 4
+    assert [rank.switched for rank in ranks] == [expected] * 4
+
+
+def beside() -> tuple[list[float], list[float], list[float]]:
+    """Two programs while a gather of the library on the same ranks is under way."""
+    comm = Communicator(Mesh.parse("cpu: node=2, gpu=2"))
+    x = torch.full((3,), 10.0**comm.rank)
+    gathered = x.new_empty(12)
+    waiting = comm.group(("node", "gpu")).calls.all_gather(gathered, x, ahead=True)
+    over_all = comm.group(("node", "gpu"), "h_ring/2").reduce(x)
+    over_one = comm.group("gpu", "flat_ring").reduce(x)
+    assert waiting is not None
+    waiting.wait()
+    return gathered.tolist(), over_all.tolist(), over_one.tolist()
+
+
+def test_programs_run_beside_a_call_of_the_library(ranks: list[Shown]) -> None:
+    for rank, shown in enumerate(ranks):
+        gathered = [value for value in (1.0, 10.0, 100.0, 1000.0) for _ in range(3)]
+        assert shown.beside == (gathered, [1111.0] * 3, [11.0 if rank < 2 else 1100.0] * 3)

@@ -120,7 +120,15 @@ def on_rank(text: str, calls: list[Call], folder: str = "") -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("text", ["cpu: gpu=2", "cpu: node=2, gpu=2", "cpu: gpu=3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cpu: gpu=2",
+        "cpu: node=2, gpu=2",
+        "cpu: gpu=3",
+        pytest.param("cpu: rack=2, node=2, gpu=2", marks=pytest.mark.slow),
+    ],
+)
 def test_random_calls_give_what_one_process_computes(text: str) -> None:
     mesh = Mesh.parse(text)
     calls = [draw(number, mesh, ALGORITHMS) for number in range(150)]
