@@ -101,10 +101,11 @@ class _ZigzagAttention(torch.autograd.Function):
             wait = _next(blocks[-2:], turns, later, ring, ready)
             ready = []
             for turn, keys, values in zip(turns, blocks[::2], blocks[1::2], strict=True):
-                pair = GradientSum(keys), GradientSum(values)
+                order = ring.met(turn)
+                seen = length(order[peers.index])
+                pair = GradientSum(keys[..., :seen, :]), GradientSum(values[..., :seen, :])
                 part = Turn(query, keys, values, None, ctx.how, ring, turn)
                 part.differentiate((lse, given, out), (into, *pair))
-                order = turned(ring.keys, [turn])
                 ready += [
                     Parcel(x.total(), order, columns, into_own.add)
                     for x, into_own in zip(pair, home, strict=True)
