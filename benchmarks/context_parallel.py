@@ -146,7 +146,7 @@ class _Written(TorchDispatchMode):
     """Counts the bytes that operators write, apart from attention and communication."""
 
     OTHERS = ("c10d", "attention", "empty", "view")
-    nbytes = 0
+    nbytes: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -159,7 +159,8 @@ class _Written(TorchDispatchMode):
 
 def written_by(call: Call) -> float:
     """Mebibytes that a call writes beside its kernels of attention and collectives."""
-    with _Written() as count:
+    count = _Written()  # type: ignore[no-untyped-call]
+    with count:
         call()
     return count.nbytes / 2**20
 

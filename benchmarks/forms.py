@@ -2,9 +2,10 @@
 
 A layer of one operator, pinned to each of its forms and to none ("plain"), trains on gloo ranks of
 this machine, all forms of a mesh in turns: seconds, and the largest difference from training on one
-device in float64. Proofs run the examples of the forms on threads, under every strategy. Prices are
-those of plans of a larger layer on H100 with the same axes: nothing is run there. Writes
-results/forms.csv and prints the table of docs/results/runtime.md.
+device in float64, as a share of the largest change in training. Proofs run the examples of the
+forms on threads, under every strategy. Prices are those of plans of a larger layer on H100 with the
+same axes: nothing is run there. Writes results/forms.csv and prints the table of
+docs/results/runtime.md.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Attention(nn.Module):
             at = torch.arange(tokens, device=x.device)
             mask = (at[:, None] // (tokens // 4) == at // (tokens // 4)) & (at <= at[:, None])
         found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
-        return self.out(found.transpose(1, 2).reshape(x.shape)).square().mean()
+        result: Tensor = self.out(found.transpose(1, 2).reshape(x.shape))
+        return result.square().mean()
 
 
 class Experts(nn.Module):
@@ -89,7 +91,8 @@ class Linears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean square of the result."""
-        return self.out(torch.relu(self.into(x))).square().mean()
+        result: Tensor = self.out(torch.relu(self.into(x)))
+        return result.square().mean()
 
 
 @dataclass(frozen=True)
@@ -148,20 +151,23 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def train_whole(case: Case) -> dict[str, Tensor]:
-    """Parameters after the rounds on one device."""
+def train_whole(case: Case) -> tuple[dict[str, Tensor], float]:
+    """Parameters after the rounds on one device, and by how much these changed them at most."""
     model, batch = layer(case, case.sizes)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     update = optimizer(model.parameters())
     for _ in range(ROUNDS + 1):
         update.zero_grad()
         model(**batch).backward()
         update.step()
-    return dict(model.state_dict())
+    after = dict(model.state_dict())
+    return after, max(float((after[key] - value).abs().max()) for key, value in before.items())
 
 
 def on_rank(name: str, axes: str) -> dict[str, dict[str, Any]]:
     """Seconds of a step and parameters after all of them, for each form; "" where none fits."""
-    case, programs, rows = CASES[name], {}, {}
+    case, programs = CASES[name], {}
+    seconds: dict[str, list[float]] = {form: [] for form in case.meshes[axes]}
     for form in case.meshes[axes]:
         model, batch = layer(case, case.sizes)
         kind = case.op.partition(".")[2]
@@ -172,7 +178,6 @@ def on_rank(name: str, axes: str) -> dict[str, dict[str, Any]]:
             example_inputs=batch,
             pins=autopar.pins.form(f"*{kind}*", form),
         )
-        rows[form] = {"seconds": []}
     _, batch = layer(case, case.sizes)
     for _ in range(ROUNDS + 1):
         for form, program in programs.items():
@@ -180,11 +185,14 @@ def on_rank(name: str, axes: str) -> dict[str, dict[str, Any]]:
             began = time.perf_counter()
             program.step(**batch)
             dist.barrier()
-            rows[form]["seconds"].append(time.perf_counter() - began)
-    for form, program in programs.items():
-        rows[form]["state"] = program.state_dict()
-        rows[form]["seconds"] = statistics.median(rows[form]["seconds"][1:])
-    return rows
+            seconds[form].append(time.perf_counter() - began)
+    return {
+        form: {
+            "seconds": statistics.median(seconds[form][1:]),
+            "state": program.state_dict(),
+        }
+        for form, program in programs.items()
+    }
 
 
 def price(case: Case, axes: str, form: str) -> str:
@@ -206,7 +214,8 @@ def price(case: Case, axes: str, form: str) -> str:
 
 def rows_of(name: str) -> Iterator[dict[str, Any]]:
     """The rows of a case."""
-    case, whole = CASES[name], train_whole(CASES[name])
+    case = CASES[name]
+    whole, change = train_whole(case)
     report = prove_forms(rules()[case.op], (2,))
     for axes, compared in case.meshes.items():
         made = run_ranks(on_rank, name, axes, count=Mesh.parse(f"cpu: {axes}").size)[0]
@@ -219,7 +228,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
                 "mesh": axes,
                 "form": form,
                 "proved": proved if (case.op, form) in forms() else "by its rule",
-                "error": f"{error:.1e}",
+                "error": f"{error / change:.1e}",
                 "ms": round(1e3 * made[form]["seconds"], 1),
                 "h100_ms": price(case, axes, form),
             }
