@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
-from autopar.capture.expert_loops import ExpertLoops
+from autopar.capture.experts.expert_loops import ExpertLoops
+from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
-from autopar.capture.row_counts import RowCounts
 from autopar.capture.selected import apply, selects
 from autopar.capture.traced import BY_MASK
 from autopar.errors import CaptureError

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
-from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers, flattened
 
 

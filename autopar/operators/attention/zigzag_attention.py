@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequence_forms import groups
@@ -25,7 +26,6 @@ from autopar.operators.attention.sequences import (
     turned,
     zigzag,
 )
-from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers, widened
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.expert_rows import StandIn, refused
+from autopar.capture.experts.expert_rows import StandIn, refused
 from autopar.operators.grouped_products import grouped_linear
 
 # Functions of each element.

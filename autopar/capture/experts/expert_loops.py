@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.expert_rows import (
+from autopar.capture.experts.expert_rows import (
     Expert,
     Hits,
     Mask,
