@@ -112,8 +112,9 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
                     start += count
         for parcel in parcels:
             take = parcel.take
-            for run, piece in () if take is None else pieces[id(parcel)]:
-                take(run, piece)
+            if take is not None:
+                for run, piece in pieces[id(parcel)]:
+                    take(run, piece)
         rest = [parcel for parcel in parcels if parcel.take is None]
         return [_joined(pieces[id(parcel)], parcel, me) for parcel in rest]
 
