@@ -97,17 +97,34 @@ def torchs(rotation: str, balanced: bool, parts: list[Tensor]) -> Call:
     return call
 
 
-def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Seconds and results of all calls, in turns."""
-    mesh = Communicator(Mesh.parse(f"cpu: cp={count}"))
-    group: Any = mesh.group("cp")
+Calls = dict[tuple[str, str], Call]  # by form, and "here" or "torch"
+
+
+def calls_on(group: Any, mesh: Communicator, length: int, dtype: torch.dtype) -> Calls:
+    """Attention and its gradients by every form, here and by torch."""
     flat, turned = contiguous(group, length), zigzag(group, length)
     parts = [x.narrow(-2, *group.own(length)).contiguous() for x in drawn(length, dtype)]
     there = dealt([Parcel(x, flat, turned) for x in parts], group)()
-    calls: dict[tuple[str, str], Call] = {}
+    calls: Calls = {}
     for form, (rotation, balanced) in PAIRS.items():
         calls[form, "here"] = ours(mesh, form, parts, length)
         calls[form, "torch"] = torchs(rotation, balanced, there if balanced else parts)
+    return calls
+
+
+def written_on_rank(count: int, length: int, dtype: torch.dtype) -> dict[tuple[str, str], float]:
+    """Mebibytes that every call writes on this rank, see `written_by`."""
+    mesh = Communicator(Mesh.parse(f"cpu: cp={count}"))
+    calls = calls_on(mesh.group("cp"), mesh, length, dtype)
+    return {key: written_by(call) for key, call in calls.items()}
+
+
+def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Seconds, results and written mebibytes of all calls, in turns."""
+    mesh = Communicator(Mesh.parse(f"cpu: cp={count}"))
+    group: Any = mesh.group("cp")
+    flat, turned = contiguous(group, length), zigzag(group, length)
+    calls = calls_on(group, mesh, length, dtype)
     written = {key: written_by(call) for key, call in calls.items()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     results: dict[tuple[str, str], list[Tensor]] = {}
@@ -129,7 +146,7 @@ class _Written(TorchDispatchMode):
     """Counts the bytes that operators write, apart from attention and communication."""
 
     OTHERS = ("c10d", "attention", "empty", "view")
-    nbytes = 0
+    nbytes: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -142,7 +159,8 @@ class _Written(TorchDispatchMode):
 
 def written_by(call: Call) -> float:
     """Mebibytes that a call writes beside its kernels of attention and collectives."""
-    with _Written() as count:
+    count = _Written()  # type: ignore[no-untyped-call]
+    with count:
         call()
     return count.nbytes / 2**20
 

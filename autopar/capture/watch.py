@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
+from autopar.capture.experts.expert_loops import ExpertLoops
+from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
-from autopar.capture.stand_ins.expert_loops import ExpertLoops
-from autopar.capture.stand_ins.row_counts import RowCounts
 from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
 from autopar.capture.traced import BY_MASK

@@ -97,7 +97,7 @@ class StoredTraffic:
         apart: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
-        residual: bytes of what compressed messages left out, which a step that is not made restores.
+        residual: bytes of what compressed messages left out, for a step that is not made.
     """
 
     seconds: dict[str, float]

@@ -136,7 +136,7 @@ class Across(ABC):
             labels.reshape(-1),
             start=peers.own(size)[0],
             vocabulary=size,
-            gather=peers.stack,
+            gather=lambda part: peers.stack(part)(),
             ignored=ignored,
             chunk=CHUNK,
         )

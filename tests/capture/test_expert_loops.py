@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "no weight": (unweighted, "index_add_ of the rows"),
     "some experts": (some_experts, "sizes"),
     "another order": (reversed_pieces, "cat of the rows"),
+    "a size": (lambda m, x, ids, w: x.new_ones(ids[:, 0].tolist()[:1]), "Python number"),
     "a number": (lambda m, x, ids, w: x * (ids[:, 0].tolist()[0] + 1), "Python number"),
 }
 

@@ -189,6 +189,8 @@ def mixture(name: str, implementation: str = "grouped_mm") -> Made:
 
 def _model(name: str, implementation: str, draw: torch.Generator) -> nn.Module:
     sizes = {**_COMMON, **MIXTURES[name], "experts_implementation": implementation}
+    if name in ("Dbrx", "JetMoe"):  # which have their own loops only
+        sizes.pop("experts_implementation")
     if name == "Custom":
         model: nn.Module = Custom(implementation == "eager")
     else:

@@ -24,6 +24,8 @@ FORMS = {
     GRID: ("ulysses ring", "ring zigzag"),
 }
 PACKED = {LINE: ("balanced", "flex ring"), GRID: ("ulysses ring",)}
+# Those that are trained by default.
+QUICK = {LINE: ("ring zigzag", "balanced", "flex ring"), GRID: ("ulysses ring",)}
 STARTS = ((0, 5, 11), (0, 7, 13))  # of the documents of each row
 STEPS = 3
 
@@ -79,17 +81,29 @@ def packed(attention: str) -> tuple[torch.nn.Module, Batch]:
     return Documents(whole.model, attention), given
 
 
-def trained(mesh: str) -> list[Run]:
+def chosen(mesh: str, quick: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Forms on whole rows, and forms on packed rows."""
+    if not quick:
+        return FORMS[mesh], PACKED[mesh]
+    forms, packs = (
+        tuple(form for form in forms if form in QUICK[mesh])
+        for forms in (FORMS[mesh], PACKED[mesh])
+    )
+    return forms, packs
+
+
+def trained(mesh: str, quick: bool) -> list[Run]:
     """The runs of this rank, one for each form, then those on packed rows."""
+    forms, packs = chosen(mesh, quick)
     return [
-        *(train(mesh, form, *llama()) for form in FORMS[mesh]),
+        *(train(mesh, form, *llama()) for form in forms),
         *(
             train(
                 mesh,
                 form.removeprefix("flex "),
                 *packed("flex_attention" if "flex" in form else "sdpa"),
             )
-            for form in PACKED[mesh]
+            for form in packs
         ),
     ]
 
@@ -111,18 +125,20 @@ def plainly(model: nn.Module, batch: Batch) -> Run:
     return Run(losses, model.state_dict(), 0)
 
 
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "count"), [(LINE, 2), (GRID, 4)])
-def test_training_is_that_of_one_device(mesh: str, count: int) -> None:
+def test_training_is_that_of_one_device(mesh: str, count: int, quick: bool) -> None:
+    forms, packs = chosen(mesh, quick)
     model, batch = llama()
     whole = plainly(model, batch)
     model, batch = llama()
     alone = plainly(Alone(model.model), batch)
-    for rank in run_ranks(trained, mesh, count=count):
-        for form, run in zip((*FORMS[mesh], *PACKED[mesh]), rank, strict=True):
+    for rank in run_ranks(trained, mesh, quick, count=count):
+        for form, run in zip((*forms, *packs), rank, strict=True):
             method = form.removeprefix("flex ").replace("ring zigzag", "zigzag").replace(" ", "_")
             assert f"mesh.{method}_attention(" in run.source, form
-        runs = rank[: len(FORMS[mesh])]
-        for form, run in zip(FORMS[mesh], runs, strict=True):
+        runs = rank[: len(forms)]
+        for form, run in zip(forms, runs, strict=True):
             assert run.error(whole) <= 1e-9, form
-        for form, run in zip(PACKED[mesh], rank[len(runs) :], strict=True):
+        for form, run in zip(packs, rank[len(runs) :], strict=True):
             assert run.error(alone) <= 1e-9, f"packed, {form}"

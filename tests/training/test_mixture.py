@@ -116,6 +116,8 @@ SPLITS: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
+# One of each kind; the slow test trains the others.
+QUICK = ("inner", "tokens and experts", "dispatched over two axes")
 # Those that are trained with kernels, too: with all experts here, and with some.
 FUSED = ("tokens", "tokens and experts")
 
@@ -125,11 +127,11 @@ def captured(fuse: tuple[str, ...] = ()) -> Captured:
     return capture_graph(model, (), batch, Options(fuse=fuse), Trace(None))
 
 
-def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
+def trained(found: Captured, names: tuple[str, ...], fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     """The runs of this rank."""
     compiler = importlib.import_module("autopar.session.compiler")
     runs = {}
-    for name in FUSED if fuse else SPLITS:
+    for name in names:
         mesh, pins, _ = SPLITS[name]
         model, batch = make(MODEL)
         with patch.object(compiler, "capture_parts", lambda *_: found):
@@ -141,9 +143,14 @@ def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     return runs
 
 
-def test_training_equals_that_of_the_unsharded_model() -> None:
-    whole, ranks = train_whole(MODEL), run_ranks(trained, captured())
-    for name, (_, _, call) in SPLITS.items():
+OTHERS = tuple(name for name in SPLITS if name not in QUICK)
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_training_equals_that_of_the_unsharded_model(names: tuple[str, ...]) -> None:
+    whole, ranks = train_whole(MODEL), run_ranks(trained, captured(), names)
+    for name in names:
+        call = SPLITS[name][2]
         assert max(max(rank[name].errors(whole)) for rank in ranks) <= TOLERANCE, name
         source = ranks[0][name].source
         written = re.search(r"mesh\.mixture\(\s*(.*?),?\s*\)\n", source, re.S)
@@ -154,7 +161,7 @@ def test_training_equals_that_of_the_unsharded_model() -> None:
 @pytest.mark.slow
 def test_training_with_kernels_is_the_same() -> None:
     fuse = (EXPERTS_KERNELS,)
-    whole, ranks = train_whole(MODEL), run_ranks(trained, captured(fuse), fuse)
+    whole, ranks = train_whole(MODEL), run_ranks(trained, captured(fuse), FUSED, fuse)
     for name in FUSED:
         assert max(max(rank[name].errors(whole)) for rank in ranks) <= TOLERANCE, name
         assert '"silu", kernels=True' in " ".join(ranks[0][name].source.split())

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from autopar.ir.tensor import part_of
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
 )
 from autopar.operators.attention.sequences import Order, Parcel, Run, contiguous, dealt
-from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers
 
 BLOCKS = 8  # of queries, for each device

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequences import Run, length
-from autopar.operators.attention.sums import GradientSum, Result
 
 
 def gathered_attention(

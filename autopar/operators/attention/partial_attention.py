@@ -90,6 +90,8 @@ def partial_attention(
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges attention of the same queries over other keys into `out` and `lse`.
 
+    Results of queries without a key are 0, as `partial_attention` gives them.
+
     On a GPU it is one kernel, where the operands lie as that takes them.
     """
     if out.is_cuda and _merged_by_kernel(out, lse, more, more_lse):

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
-from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers, flattened
 
 
@@ -38,9 +38,9 @@ class Ring:
         """Returns the ring of devices with contiguous parts of so many queries and keys."""
         return cls(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
 
-    def source(self, turn: int) -> int:
-        """Returns whose keys this device has in a turn."""
-        return (self.peers.index - turn) % self.peers.size
+    def source(self, turn: int, device: int | None = None) -> int:
+        """Returns whose keys a device, by default this one, has in a turn."""
+        return ((self.peers.index if device is None else device) - turn) % self.peers.size
 
     def longest(self) -> int:
         """Returns the keys of the longest part."""
@@ -58,9 +58,23 @@ class Ring:
         wait = self.peers.deal(sent, takes)
         return lambda: wait()[me - 1]
 
-    def meetings(self, turn: int, causal: bool) -> list[Meeting]:
-        """Returns which of this device's queries meet which of the keys of a turn."""
-        own, keys = self.queries[self.peers.index], self.keys[self.source(turn)]
+    def met(self, turn: int) -> Order:
+        """Returns the keys of a turn up to the last that a query of the device sees causally."""
+        order: Order = []
+        for device in range(self.peers.size):
+            meetings = self.meetings(turn, True, device)
+            end = max((sum(meeting.columns) for meeting in meetings), default=0)
+            runs: list[Run] = []
+            for start, size in self.keys[self.source(turn, device)]:
+                runs += [(start, min(size, end))] if end > 0 else []
+                end -= size
+            order.append(tuple(runs))
+        return order
+
+    def meetings(self, turn: int, causal: bool, device: int | None = None) -> list[Meeting]:
+        """Returns which queries of a device, by default this one, meet which keys of a turn."""
+        own = self.queries[self.peers.index if device is None else device]
+        keys = self.keys[self.source(turn, device)]
         if causal and own == keys == tuple(sorted(own)):  # what is later there is later here
             every = 0, length(own)
             return [Meeting(every, every, 0, own[0][0])]

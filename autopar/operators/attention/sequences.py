@@ -111,8 +111,10 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
                     pieces[id(parcel)].append(((at, size), piece))
                     start += count
         for parcel in parcels:
-            for run, piece in pieces[id(parcel)] if parcel.take else ():
-                parcel.take(run, piece)
+            take = parcel.take
+            if take is not None:
+                for run, piece in pieces[id(parcel)]:
+                    take(run, piece)
         rest = [parcel for parcel in parcels if parcel.take is None]
         return [_joined(pieces[id(parcel)], parcel, me) for parcel in rest]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequence_forms import groups
@@ -25,7 +26,6 @@ from autopar.operators.attention.sequences import (
     turned,
     zigzag,
 )
-from autopar.operators.attention.sums import GradientSum, Result
 from autopar.operators.peer_devices import Peers, widened
 
 
@@ -101,10 +101,11 @@ class _ZigzagAttention(torch.autograd.Function):
             wait = _next(blocks[-2:], turns, later, ring, ready)
             ready = []
             for turn, keys, values in zip(turns, blocks[::2], blocks[1::2], strict=True):
-                pair = GradientSum(keys), GradientSum(values)
+                order = ring.met(turn)
+                seen = length(order[peers.index])
+                pair = GradientSum(keys[..., :seen, :]), GradientSum(values[..., :seen, :])
                 part = Turn(query, keys, values, None, ctx.how, ring, turn)
                 part.differentiate((lse, given, out), (into, *pair))
-                order = turned(ring.keys, [turn])
                 ready += [
                     Parcel(x.total(), order, columns, into_own.add)
                     for x, into_own in zip(pair, home, strict=True)

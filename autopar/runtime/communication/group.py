@@ -141,8 +141,7 @@ class Group:
         """
         if self.size == 1:
             return None, None
-        blocks = _parts(self.sizes, self.order, self.size)
-        rank_of = {start: rank for rank, (start, _) in enumerate(blocks)}
+        rank_of = {index: rank for rank, index in enumerate(self._by_rank())}
         sides = (
             (rank_of.get(self.index - 1), before, after),
             (rank_of.get(self.index + 1), after, before),
@@ -153,8 +152,7 @@ class Group:
             if rank is not None:
                 sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
         takes, sends = ([piece.numel() for piece in pieces] for pieces in (taken, sent))
-        out = before.new_empty(sum(takes))
-        self.calls.all_to_all(out, torch.cat(sent), takes, sends)
+        self.calls.all_to_all(out := before.new_empty(sum(takes)), torch.cat(sent), takes, sends)
         taken = list(out.split(takes))
         head, tail = (
             None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
@@ -165,18 +163,16 @@ class Group:
         """Sends x[i] to the rank with block i; returns, in the same places, what each has sent."""
         if self.size == 1:
             return x
-        order = self._by_rank()
-        sent = x[list(order)].contiguous()
+        sent = x[list(self._by_rank())].contiguous()
         out = torch.empty_like(sent)
         self.calls.all_to_all(out.view(-1), sent.view(-1))
-        return out[[order.index(block) for block in range(self.size)]]
+        return out[self.order_of_blocks()]
 
     def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
         """Sends the first sends[0] rows of x to the rank with block 0, and so on; see `Peers`."""
         if self.size == 1:
             return x
-        order = self._by_rank()
-        inverse = [order.index(block) for block in range(self.size)]
+        order, inverse = self._by_rank(), self.order_of_blocks()
         x, width = _rearranged(x, sends, order), math.prod(x.shape[1:])
         out = x.new_empty((sum(takes), *x.shape[1:]))
         taken = [takes[block] for block in order]
@@ -192,10 +188,9 @@ class Group:
         """Returns (start, length) of the blocks of all ranks, in the order of the blocks."""
         return blocks(self.sizes, extent)
 
-    def order_of_blocks(self) -> Sequence[int]:
+    def order_of_blocks(self) -> list[int]:
         """Returns the group rank with each block."""
-        ranks = {index: rank for rank, (index, _) in enumerate(self.parts(self.size))}
-        return [ranks[index] for index in range(self.size)]
+        return [self._by_rank().index(block) for block in range(self.size)]
 
     def deal(
         self, sent: Sequence[Sequence[Tensor]], takes: Sequence[int]
@@ -205,8 +200,8 @@ class Group:
         leaving = [[] if index == me else sent[index] for index in index_of]
         sends = [sum(x.numel() for x in pieces) for pieces in leaving]
         counts = [0 if index == me else takes[index] for index in index_of]
-        nothing = next(x for pieces in sent for x in pieces).new_empty(0)
-        row = flattened([x for pieces in leaving for x in pieces] or [nothing])
+        pieces = [x for pieces in leaving for x in pieces]
+        row = flattened(pieces) if pieces else next(filter(len, sent))[0].new_empty(0)
         out = row.new_empty(sum(counts))
         work = self.calls.all_to_all(out, row, counts, sends, ahead=True)
 

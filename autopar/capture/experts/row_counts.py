@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.stand_ins.expert_rows import StandIn, refused
+from autopar.capture.experts.expert_rows import StandIn, refused
 from autopar.operators.grouped_products import grouped_linear
 
 # Functions of each element.
@@ -126,12 +126,17 @@ class RowCounts:
             _, tensor, at = self._taken[id(first)]
             return Number(tensor, at, lambda: self._read(args[0]))
         if name in ("split", "split_with_sizes") and isinstance(first, Tensor):
-            return self._split(first, *args[1:], **kwargs)
+            pieces = self._split(first, *args[1:], **kwargs)
+            if pieces is not NotImplemented:
+                return pieces
         if isinstance(first, Piece):
             return self._step(first, func, name, args[1:], kwargs)
         if name in ("cat", "concat") and isinstance(first, (list, tuple)) and _pieces(first):
             return _joined(first, *args[1:], **kwargs)
-        return NotImplemented
+        given = _read([*args, *kwargs.values()])
+        if given is None:
+            return NotImplemented
+        return func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
     def note(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Remembers weights that are taken from a stack, and numbers from a tensor of them."""
@@ -181,6 +186,16 @@ class RowCounts:
         _, stack, number = self._taken.get(id(weight), (None, None, -1))
         whole = stack is not None and len(stack) == len(piece.counts)
         return stack if whole and number == piece.number else None
+
+
+def _read(args: list[Any]) -> list[Any] | None:
+    """Returns arguments with numbers by their values, None if they have no numbers."""
+    lists = [list(arg) if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    if not any(isinstance(item, Number) for items in lists for item in items):
+        return None
+    values = [[n.read() if isinstance(n, Number) else n for n in items] for items in lists]
+    pairs = zip(args, values, strict=True)
+    return [type(a)(v) if isinstance(a, (list, tuple)) else v[0] for a, v in pairs]
 
 
 def _pieces(items: Sequence[Any]) -> bool:

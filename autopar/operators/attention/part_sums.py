@@ -36,7 +36,8 @@ class Result:
         if self._total is None and rows[1] == self.query.shape[-2]:
             self._total = out, lse
             return
-        merge_into(*(x.narrow(-2, *rows) for x in self.total()), out, lse)
+        own, own_lse = (x.narrow(-2, *rows) for x in self.total())
+        merge_into(own, own_lse, out, lse)
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Returns the result, in at least float32, and its lse [..., heads, queries, 1]."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.stand_ins.expert_rows import (
+from autopar.capture.experts.expert_rows import (
     Expert,
     Hits,
     Mask,

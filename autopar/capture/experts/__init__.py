@@ -1,0 +1,1 @@
+"""Mixtures of experts whose code selects rows by values, traced as operators."""
