@@ -17,13 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Part
+from autopar.ir.executed.library_kernels import is_library
 from autopar.ir.graph import PREFIX, Graph, Node
 
-# Operators that a compiler leaves to libraries.
-PRODUCTS = (
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "embedding", "cross_entropy_loss",
-)  # fmt: skip
 LOSS = "cross_entropy_loss"
 CAST_LOSS = ("to", LOSS)  # logits become f32 as a compiled loss reads them
 SHARE = "autopar.share"
@@ -175,7 +171,7 @@ def _levelled(graph: Graph, scope: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 
 def _is_product(node: Node) -> bool:
-    return base_name(node.op) in PRODUCTS or node.op.startswith(PREFIX)
+    return is_library(base_name(node.op), len(node.inputs)) or node.op.startswith(PREFIX)
 
 
 def _is_view(node: Node) -> bool:

@@ -21,6 +21,7 @@ from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.intra_op.work.kernel_parts_work import as_part
 from autopar.intra_op.work.local_work import Layouts, Local
+from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS, is_library
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
@@ -31,19 +32,14 @@ from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.stage_plan import StagePlan
 
-# Matrix products: indices of the multiplied operands.
-_PRODUCTS = {
-    "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
-    "bmm": (0, 1), "inner": (0, 1), "tensordot": (0, 1), "einsum": (0, 1), "addmm": (1, 2),
-    "baddbmm": (1, 2), "addbmm": (1, 2), "addmv": (1, 2),
-}  # fmt: skip
 # Operators that read only as much of their first operand as they write.
 _LOOK_UPS = ("embedding", "gather", "index_select", "index")
 # Elementwise operators of two operands, with one kernel for the gradient of each.
 _BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
 _SUMS = ("add", "sub", "expand")  # an operand's gradient is the result's, or a sum of it
 _PARTS = ("slice", "select", "narrow")
-_SORT = 16  # passes over the keys by a radix sort of 64 bits, 8 at a time, reads and writes
+_SORT = 16  # passes over keys of 64 bits by a radix sort, 8 bits at a time, reads and writes
+_SELECTS = ("topk", "kthvalue", "median")  # they select by digits, and sort only what they select
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 
 
@@ -91,8 +87,9 @@ def _by_itself(local: Local) -> NodeWork:
     if node.op.startswith(PREFIX):
         return _kernel(local, node.op.removeprefix(PREFIX))
     name = base(node.op)
-    if name in _PRODUCTS and signature is not None and len(local.operands) > 1:
-        return _product(local, signature, *_PRODUCTS[name])
+    products = name in MULTIPLIED and is_library(name, len(local.operands))
+    if products and signature is not None and len(local.operands) > 1:
+        return _product(local, signature, *MULTIPLIED[name])
     write = _KERNELS.get(name)
     if write is not None:
         return write(local)
@@ -313,14 +310,38 @@ def _convolution(local: Local) -> NodeWork:
 
 
 def _look_up(local: Local) -> NodeWork:
-    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros."""
+    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros.
+
+    An embedding's gradient is added row by row, in the order of its sorted indices.
+    """
     beside = local.read - local.operands[0].nbytes
     forward = local.work(local.flops, beside + 2 * local.written)
     if not local.node.requires_grad:
         return NodeWork((forward,))
     into = local.operands[0].nbytes
-    moved = into + beside + 3 * local.written
+    sorting = 2 * _SORT * beside if base(local.node.op) == "embedding" else 0
+    moved = into + beside + sorting + 3 * local.written
     return NodeWork((forward,), (local.gradient(local.flops, moved),))
+
+
+def _sort(local: Local) -> NodeWork:
+    """Returns the work of a radix sort, or of a selection by digits, of 8 bits at a time.
+
+    A sort reads and writes keys and 64-bit places once a digit (Adinets & Merrill, "Onesweep",
+    arXiv 2206.01784, section 2). A selection reads keys once a digit and once to gather (Alabi et
+    al., "Fast K-Selection Algorithms for Graphics Processing Units", JEA 17, 2012, section 3.2).
+    Backwards the gradients are put back into zeros.
+    """
+    keys = local.operands[0]
+    digits = DTYPE_BYTES[keys.dtype]
+    if base(local.node.op) in _SELECTS:
+        moved = (digits + 1) * keys.nbytes + local.written
+    else:
+        moved = 2 * digits * (keys.nbytes + 8 * keys.numel)
+    forward = local.work(digits * keys.numel, moved)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    return NodeWork((forward,), (local.gradient(0.0, keys.nbytes + 2 * local.written),))
 
 
 def _plain(local: Local, name: str) -> NodeWork:
@@ -377,7 +398,7 @@ _BACKWARD_FLOPS = {
 }  # fmt: skip
 _KERNELS: dict[str, Callable[[Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,
-    **{f"conv{space}d": _convolution for space in (1, 2, 3)},
-    **{f"conv_transpose{space}d": _convolution for space in (1, 2, 3)},
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(_LOOK_UPS, _look_up),
+    **dict.fromkeys(SORTS, _sort),
 }
