@@ -21,7 +21,8 @@ from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.intra_op.work.kernel_parts_work import as_part
 from autopar.intra_op.work.local_work import Layouts, Local
-from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS, is_library
+from autopar.intra_op.work.lookup_work import SORT, look_up, sort
+from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS, base, is_library
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
@@ -38,8 +39,6 @@ _LOOK_UPS = ("embedding", "gather", "index_select", "index")
 _BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
 _SUMS = ("add", "sub", "expand")  # an operand's gradient is the result's, or a sum of it
 _PARTS = ("slice", "select", "narrow")
-_SORT = 16  # passes over keys of 64 bits by a radix sort, 8 bits at a time, reads and writes
-_SELECTS = ("topk", "kthvalue", "median")  # they select by digits, and sort only what they select
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 
 
@@ -94,11 +93,6 @@ def _by_itself(local: Local) -> NodeWork:
     if write is not None:
         return write(local)
     return _plain(local, name)
-
-
-def base(op: str) -> str:
-    """Returns an operator's name without namespace and overload: "aten.add.Tensor" -> "add"."""
-    return op.removeprefix("aten.").split(".")[0]
 
 
 def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
@@ -264,7 +258,7 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     into, out = (each, inner, width), (each, width, inner)
     firsts = 1 + ("gate" in named)
     forward = products(local.work, *[into] * firsts, out)
-    forward.append(local.work(2 * rows * inner, _SORT * ids.nbytes + 2 * wide + 3 * narrow))
+    forward.append(local.work(2 * rows * inner, SORT * ids.nbytes + 2 * wide + 3 * narrow))
     forward.append(local.work(2 * rows * width, wide + 3 * exact + local.written))
     backward: list[Work] = []
     if local.node.requires_grad:
@@ -307,41 +301,6 @@ def _convolution(local: Local) -> NodeWork:
         elif wanted:
             backward.append(_sum_gradient(local, local.operands[i]))
     return NodeWork((forward,), tuple(backward))
-
-
-def _look_up(local: Local) -> NodeWork:
-    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros.
-
-    An embedding's gradient is added row by row, in the order of its sorted indices.
-    """
-    beside = local.read - local.operands[0].nbytes
-    forward = local.work(local.flops, beside + 2 * local.written)
-    if not local.node.requires_grad:
-        return NodeWork((forward,))
-    into = local.operands[0].nbytes
-    sorting = 2 * _SORT * beside if base(local.node.op) == "embedding" else 0
-    moved = into + beside + sorting + 3 * local.written
-    return NodeWork((forward,), (local.gradient(local.flops, moved),))
-
-
-def _sort(local: Local) -> NodeWork:
-    """Returns the work of a radix sort, or of a selection by digits, of 8 bits at a time.
-
-    A sort reads and writes keys and 64-bit places once a digit (Adinets & Merrill, "Onesweep",
-    arXiv 2206.01784, section 2). A selection reads keys once a digit and once to gather (Alabi et
-    al., "Fast K-Selection Algorithms for Graphics Processing Units", JEA 17, 2012, section 3.2).
-    Backwards the gradients are put back into zeros.
-    """
-    keys = local.operands[0]
-    digits = DTYPE_BYTES[keys.dtype]
-    if base(local.node.op) in _SELECTS:
-        moved = (digits + 1) * keys.nbytes + local.written
-    else:
-        moved = 2 * digits * (keys.nbytes + 8 * keys.numel)
-    forward = local.work(digits * keys.numel, moved)
-    if not local.node.requires_grad:
-        return NodeWork((forward,))
-    return NodeWork((forward,), (local.gradient(0.0, keys.nbytes + 2 * local.written),))
 
 
 def _plain(local: Local, name: str) -> NodeWork:
@@ -399,6 +358,6 @@ _BACKWARD_FLOPS = {
 _KERNELS: dict[str, Callable[[Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(CONVOLUTIONS, _convolution),
-    **dict.fromkeys(_LOOK_UPS, _look_up),
-    **dict.fromkeys(SORTS, _sort),
+    **dict.fromkeys(_LOOK_UPS, look_up),
+    **dict.fromkeys(SORTS, sort),
 }

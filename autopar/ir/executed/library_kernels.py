@@ -17,6 +17,11 @@ SORTS = ("sort", "argsort", "topk", "kthvalue", "median")
 _OTHERS = ("scaled_dot_product_attention", "embedding", "cross_entropy_loss")
 
 
+def base(op: str) -> str:
+    """Returns an operator's name without namespace and overload: "aten.add.Tensor" -> "add"."""
+    return op.removeprefix("aten.").split(".")[0]
+
+
 def is_library(name: str, operands: int) -> bool:
     """Returns whether a library runs an operator of this name and number of operands.
 
