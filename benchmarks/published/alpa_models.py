@@ -146,7 +146,8 @@ class MixtureLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of x [batch, seq, hidden]."""
         x = self.norm_1(x + self.proj(self._attention(x)))
-        return self.norm_2(x + self.inner(x))
+        mixed: Tensor = self.norm_2(x + self.inner(x))
+        return mixed
 
     def _attention(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
