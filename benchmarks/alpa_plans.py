@@ -40,8 +40,8 @@ from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.trace import Trace
 from benchmarks.harness import write
+from benchmarks.published.alpa_models import WideResNet, WideSizes
 from benchmarks.published.models import GPT, Sizes
-from benchmarks.published.wide_resnet import WideResNet, WideSizes
 
 MEMORY = 16e9
 TRACED = 4  # blocks of a GPT

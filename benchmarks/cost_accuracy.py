@@ -211,8 +211,8 @@ def alpa_rows() -> Iterator[Row]:
         if run.mesh is not None:
             orders.setdefault(run.hidden, []).append((row["latency_s"], seconds))
         yield Row("alpa", case, "step", "s", "fitted", row["latency_s"], seconds, None, note)
-        head = ("alpa", case, "memory a device", "GB", "fitted")
-        yield Row(*head, row["peak_mem_gb"], memory / 1e9, None, whole)
+        head = ("alpa", case, "memory a device", "GiB", "fitted")
+        yield Row(*head, row["peak_mem_gb"], memory / 2**30, None, whole)
     for hidden, pairs in orders.items():
         same = sorted(pairs) == sorted(pairs, key=lambda pair: pair[1])
         head = ("alpa", f"H{hidden}", "order of logical meshes", "yes or no", "predicted")

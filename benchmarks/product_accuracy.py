@@ -4,7 +4,7 @@ Rows of benchmarks/published.json, with the options of benchmarks/published/prod
 on an accelerator. Writes results/product_accuracy.csv. A system takes two to six minutes;
 `--only SYSTEM` replaces its rows. To "fitted" rows a figure of the device was fitted
 (devices.toml): step_efficiency of A100 to Megatron's, of H100 to Megatron-Core's, of H100-96 to
-torchtitan's two of 8 devices in bf16, of V100 to Alpa's.
+torchtitan's two of 8 devices in bf16, of V100 to Alpa's GPT.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autopar.plan import Plan
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import facts
 from benchmarks.harness import write
-from benchmarks.published import megatron, megatron_core, product
+from benchmarks.published import alpa, megatron, megatron_core, product
 
 Row = dict[str, Any]
 
@@ -68,16 +69,50 @@ def torchtitan_rows() -> Iterator[Row]:
 
 
 def alpa_rows() -> Iterator[Row]:
-    """Alpa's ablation of GPT on V100."""
+    """Alpa's ablation of GPT on V100; its peaks are in GiB."""
     for row in facts("alpa_gpt_intra_op_ablation_p3_16xlarge"):
-        if row["oom"]:
-            continue
-        run = cost_accuracy.alpa_run(row)
-        plan = product.alpa_plan(run)
-        case = f"H{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
-        seconds, memory = plan.predicted.step_seconds, plan.predicted.peak_bytes / 1e9
-        yield _row("alpa", case, "s a step", "fitted", row["latency_s"], seconds)
-        yield _row("alpa", case, "GB a device", "predicted", row["peak_mem_gb"], memory)
+        if not row["oom"]:
+            run = cost_accuracy.alpa_run(row)
+            case = f"H{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
+            yield from _ablation("alpa", case, row, "fitted", product.alpa_plan(run))
+
+
+def wide_resnet_rows() -> Iterator[Row]:
+    """Alpa's ablation of Wide-ResNet; the heuristic's splits have no pin."""
+    for row in facts("alpa_wide_resnet_intra_op_ablation_p3_16xlarge"):
+        run = _ablated(row, "C")
+        if not row["oom"] and (run.method != "heuristic" or run.gpus == 1):
+            case = f"C{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
+            plan = product.wide_resnet_plan(run)
+            yield from _ablation("wide-resnet", case, row, "predicted", plan)
+
+
+def mixture_rows() -> Iterator[Row]:
+    """Alpa's ablation of a mixture of experts; the heuristic's splits have no pin."""
+    for row in facts("alpa_mixture_intra_op_ablation_p3_16xlarge"):
+        run, experts = _ablated(row, "H"), _size(row, "E")
+        if not row["oom"] and (run.method != "heuristic" or run.gpus == 1):
+            case = f"H{run.hidden} E{experts} {run.gpus} devices {run.method}"
+            plan = product.mixture_plan(run, experts)
+            yield from _ablation("mixture", case, row, "predicted", plan)
+
+
+def _size(row: Row, letter: str) -> int:
+    return next(int(word[1:]) for word in row["spec"].split() if word[0] == letter)
+
+
+def _ablated(row: Row, letter: str) -> alpa.Run:
+    """A row of an ablation as it ran; its width stands behind `letter`."""
+    mesh = row["logical_mesh"]
+    logical = None if mesh is None else tuple(map(int, mesh.strip("()").split(",")))
+    return alpa.Run(_size(row, letter), row["gpus"], row["method"], logical)  # type: ignore[arg-type]
+
+
+def _ablation(system: str, case: str, row: Row, kind: str, plan: Plan) -> Iterator[Row]:
+    """Seconds and memory of a row of Alpa's."""
+    seconds, memory = plan.predicted.step_seconds, plan.predicted.peak_bytes / 2**30
+    yield _row(system, case, "s a step", kind, row["latency_s"], seconds)
+    yield _row(system, case, "GiB a device", "predicted", row["peak_mem_gb"], memory)
 
 
 SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -85,6 +120,8 @@ SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron-core": megatron_core_rows,
     "torchtitan": torchtitan_rows,
     "alpa": alpa_rows,
+    "wide-resnet": wide_resnet_rows,
+    "mixture": mixture_rows,
 }
 
 

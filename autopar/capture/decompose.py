@@ -27,6 +27,7 @@ from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES, execute
 
 Table = dict[Any, Callable[..., Any]]
+_LOWERED = ("aten.unbind.int", "aten._native_batch_norm_legit_functional")
 
 
 def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
@@ -66,8 +67,8 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
 
 
 def _is_candidate(node: Node, known: Container[str]) -> bool:
-    if node.is_leaf or node.op in known or node.op in SPLITS or node.op == "aten.unbind.int":
-        return False  # splits are lowered by a pass of their own
+    if node.is_leaf or node.op in known or node.op in SPLITS or node.op in _LOWERED:
+        return False  # splits and norms are lowered by passes of their own
     return node.op.startswith("aten.")
 
 

@@ -17,13 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Part
+from autopar.ir.executed.library_kernels import base, is_library
 from autopar.ir.graph import PREFIX, Graph, Node
 
-# Operators that a compiler leaves to libraries.
-PRODUCTS = (
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "embedding", "cross_entropy_loss",
-)  # fmt: skip
 LOSS = "cross_entropy_loss"
 CAST_LOSS = ("to", LOSS)  # logits become f32 as a compiled loss reads them
 SHARE = "autopar.share"
@@ -35,11 +31,6 @@ def part_kernels(graph: Graph) -> Graph:
         return graph
     kernels = _Kernels(graph)
     return _Saved(graph, kernels.parts(), kernels.kernel).applied()
-
-
-def base_name(op: str) -> str:
-    """Returns an operator's name without namespace and overload: "aten.add.Tensor" -> "add"."""
-    return op.removeprefix("aten.").split(".")[0]
 
 
 class _Kernels:
@@ -92,13 +83,13 @@ class _Kernels:
                 outside = self.readers.get(node.name, set()) - {own}
                 written = len(outside) or int(node.name in results)
                 found[node.name] = Part(fused=True, reads=tuple(reads), readers=written)
-            elif base_name(node.op) == "linear":
+            elif base(node.op) == "linear":
                 share, source = self.joined.get(node.name, ("", 1.0))[1], sources[0]
                 first = ("cast", source) not in seen
                 seen.add(("cast", source))
                 narrow = how.linears if node.name in self.inside else ""
                 found[node.name] = Part(share=share, narrow=narrow, casts=first and bool(narrow))
-            elif base_name(node.op) == LOSS:
+            elif base(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
         return found
 
@@ -122,7 +113,7 @@ class _Kernels:
         """Yields linears that are a part of one product: the first of them, and their share."""
         groups: dict[str, list[Node]] = {}
         for node in self.graph.folded:
-            if base_name(node.op) == "linear":
+            if base(node.op) == "linear":
                 groups.setdefault(node.inputs[0], []).append(node)
         for group in groups.values():
             columns = sum(node.type.shape[-1] for node in group)
@@ -142,7 +133,7 @@ class _Kernels:
         for node in self.graph.folded if patterns else ():
             for pattern in patterns:
                 row = [node]
-                while base_name(row[-1].op) == pattern[len(row) - 1]:
+                while base(row[-1].op) == pattern[len(row) - 1]:
                     if len(row) == len(pattern):
                         yield row
                         break
@@ -175,7 +166,7 @@ def _levelled(graph: Graph, scope: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 
 def _is_product(node: Node) -> bool:
-    return base_name(node.op) in PRODUCTS or node.op.startswith(PREFIX)
+    return is_library(base(node.op), len(node.inputs)) or node.op.startswith(PREFIX)
 
 
 def _is_view(node: Node) -> bool:
@@ -209,7 +200,7 @@ class _Saved:
                 names = {**dict(zip(first.inputs, node.inputs, strict=True)), first.name: node.name}
                 own = tuple(names[name] for name in saved[first.name])
                 # A random mask is not computed again; statistics are.
-                types = node.saved_types if base_name(node.op) == "dropout" else ()
+                types = node.saved_types if base(node.op) == "dropout" else ()
                 node = replace(node, part=part, saved=own, saved_types=types)
             else:
                 node = replace(node, part=part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.cost.device import device
@@ -12,7 +13,16 @@ from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+from autopar.simulate import (
+    Timeline,
+    after_forward,
+    fixed_bytes,
+    kept_bytes,
+    run,
+    settings_on,
+    tasks,
+)
+from autopar.simulate.task import COMPUTE
 from autopar.stage_plan import StagePlan
 
 
@@ -51,7 +61,7 @@ def with_simulated(
         fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
     elif graph.execution != AS_WRITTEN:
-        updated, waiting = timeline.phases.get("optimizer", 0.0), 0.0
+        updated, waiting = updating(timeline), 0.0
         if settings.host is not None:
             waiting = run(step, model, slowdown, settings.host).seconds - timeline.seconds
         predicted = replace(
@@ -62,6 +72,15 @@ def with_simulated(
         )
     peak /= 1 - graph.execution.reserve
     return replace(plan, predicted=replace(predicted, peak_bytes=peak))
+
+
+def updating(timeline: Timeline) -> float:
+    """Returns the seconds of an update without its collectives, which are counted by themselves."""
+    return math.fsum(
+        span.seconds
+        for span in timeline.spans
+        if span.task.phase == "optimizer" and span.task.stream == COMPUTE
+    )
 
 
 def simulated_peak(

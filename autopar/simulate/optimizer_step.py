@@ -230,7 +230,8 @@ def _step(
             continue
         recorder.scratch("temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0))
         # The loop's variable keeps it until the next parameter has its own.
-        kept = recorder.hold(recorder.allocate("temporary", f"in {name}", nbytes))
+        inside = nbytes * min(settings.update_bytes, 1.0)
+        kept = recorder.hold(recorder.allocate("temporary", f"in {name}", inside))
         if last is not None:
             recorder.drop(last)
         last = kept

@@ -15,8 +15,8 @@ class Settings:
     """Settings of a step besides graph and plan.
 
     Attributes:
-        update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
-            parameter at a time, 1 for all at once).
+        update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
+            a time, 1 for all at once, 0 where a compiler makes one kernel of it).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
         accelerator: whether operators keep for the backward what kernels of accelerators do; by
             default what those of CPUs do.
@@ -46,4 +46,5 @@ def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
         return Settings(overlap=frozenset({"parameter"}))
     host = Host.of(execution.host) if execution.host else None
     overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
-    return Settings(1.0, True, True, overlap, host, execution.optimizer)
+    temporaries = 0.0 if execution.compiled == "all" else 1.0
+    return Settings(temporaries, True, True, overlap, host, execution.optimizer)

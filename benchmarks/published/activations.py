@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from autopar import pins
-from autopar.intra_op.work.kernel_work import base
+from autopar.ir.executed.library_kernels import base
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import DTYPE_BYTES
 from benchmarks.published.models import GPT, Sizes

@@ -3,8 +3,9 @@
 A row is a hidden size, a number of V100 of 16 GB, a method and, for Alpa's own, a logical mesh
 (batch, tensor). What is assumed of the systems:
 
-- Vocabulary 25600 and a tied embedding, as the published numbers of parameters say; 32 heads, no
-  dropout, attention in single steps, f16.
+- Vocabulary 25600 and a tied embedding, as the published numbers of parameters say; heads of 128
+  features (benchmark/alpa/exp_intra_ablation.py of the artifact, which also says that peaks are in
+  GiB), no dropout, attention in single steps, f16.
 - Layers are recomputed, as the published TFLOP/s say. XLA makes one kernel of neighbours without a
   product between them.
 - Alpa's plan on (a, b) is the batch split a ways and the layers b ways as Megatron does; gradients
@@ -37,7 +38,7 @@ from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.pipeline import update
 from benchmarks.published.step import Captured, Part, captured, fuse, merged, parts, regions
 
-BATCH, SEQ, LAYERS, HEADS, VOCAB = 8, 1024, 8, 32, 25600
+BATCH, SEQ, LAYERS, VOCAB = 8, 1024, 8, 25600
 MEMORY = 16e9
 # GB/s of the links under both axes of a logical mesh.
 LINKS = {
@@ -71,6 +72,16 @@ class Run:
         whole = 12 * LAYERS * self.hidden**2 + (VOCAB + SEQ) * self.hidden
         return whole / self.logical[1]
 
+    @property
+    def heads(self) -> int:
+        """Heads of attention."""
+        return heads(self.hidden)
+
+
+def heads(hidden: int) -> int:
+    """Heads of 128 features each, of 144 where 128 does not leave a number for eight devices."""
+    return hidden // (144 if hidden == 5760 else 128)
+
 
 def _mesh(logical: tuple[int, int]) -> str:
     links = LINKS.get(logical, (0, 0))
@@ -84,7 +95,7 @@ def _mesh(logical: tuple[int, int]) -> str:
 @cache
 def layer(hidden: int, logical: tuple[int, int]) -> tuple[Captured, tuple[Part, Part, Part]]:
     """Prices before, in and after a layer, for a device's part of the batch."""
-    sizes = Sizes(hidden, HEADS, 2, VOCAB, SEQ, dropout=0.0)
+    sizes = Sizes(hidden, heads(hidden), 2, VOCAB, SEQ, dropout=0.0)
     with torch.device("meta"):
         model = GPT(sizes).half()
         tokens = torch.zeros(BATCH // logical[0], SEQ, dtype=torch.long)

@@ -28,8 +28,8 @@ import torch
 
 from autopar import pins
 from autopar.cost.model import AnalyticModel, NodeWork
-from autopar.intra_op.work.kernel_work import base
 from autopar.ir.collective import Collective
+from autopar.ir.executed.library_kernels import base
 from autopar.ir.mesh import Mesh
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.pipeline import pipelined, sends, update

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import autopar
 from autopar import pins
 from autopar.plan import Plan
 from benchmarks.published import alpa, megatron, torchtitan
+from benchmarks.published.alpa_models import Mixture, MixtureSizes, WideResNet, WideSizes
 from benchmarks.published.models import GPT, Llama, Sizes
 from benchmarks.published.torchtitan import DEVICE, SIZES
 
@@ -26,6 +27,7 @@ MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
 MEGATRON_CORE = "merged loss=steps optimizer=44"
 TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits optimizer=30"
+WIDE_RESNET = "compiled=all waits optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
@@ -115,21 +117,58 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
 @cache
 def alpa_plan(run: alpa.Run) -> Plan:
     """The plan of a row of Alpa's ablation of GPT."""
-    sizes = Sizes(run.hidden, alpa.HEADS, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0)
+    sizes = Sizes(run.hidden, run.heads, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0)
     with torch.device("meta"):
         model = GPT(sizes)
+    return _ablation(
+        model, _tokens(alpa.BATCH, alpa.SEQ), run, precision="fp16 communication=fp16",
+        recompute="full", execution=ALPA,
+    )  # fmt: skip
+
+
+@cache
+def wide_resnet_plan(run: alpa.Run) -> Plan:
+    """The plan of a row of Alpa's ablation of Wide-ResNet; `run.hidden` is its channels."""
+    sizes = WideSizes(50, run.hidden, 2)
+    with torch.device("meta"):
+        model = WideResNet(sizes)
+        images = torch.zeros(32, 3, sizes.image, sizes.image)
+        batch = {"images": images, "labels": torch.zeros(32, dtype=torch.long)}
+    return _ablation(
+        model, batch, run, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        execution=WIDE_RESNET,
+    )  # fmt: skip
+
+
+@cache
+def mixture_plan(run: alpa.Run, experts: int) -> Plan:
+    """The plan of a row of Alpa's ablation of a mixture of experts."""
+    heads = run.hidden // (64 if run.hidden == 1536 else 32)
+    with torch.device("meta"):
+        model = Mixture(MixtureSizes(run.hidden, heads, 8, 51200, 1024, experts))
+    # Adafactor's states of matrices are so small that SGD, which has none, stands for it.
+    return _ablation(
+        model, _tokens(8, 1024), run, optimizer=partial(torch.optim.SGD, lr=0.1),
+        precision="fp16 communication=fp16", recompute="full", execution=ALPA,
+    )  # fmt: skip
+
+
+def _ablation(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], run: alpa.Run, **options: Any
+) -> Plan:
+    """The plan of a row of Alpa's: what it searched for is searched for, but for a GPT's rows."""
     data, tensor = run.logical
-    split = [pins.megatron("tp")] if tensor > 1 else []
+    given: list[pins.Word] = [pins.data_parallel("dp")] if data > 1 else []
+    given += [pins.megatron("tp")] if tensor > 1 else []
+    free = run.method == "auto_sharding" and not isinstance(model, GPT)
     return autopar.plan(
         model,
         _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
-        example_inputs=_tokens(alpa.BATCH, alpa.SEQ),
-        pins=[*([pins.data_parallel("dp")] if data > 1 else []), *split],
+        example_inputs=batch,
+        pins=[] if free else given,
         state=ALPA_STATES.get(run.method, "zero2"),
-        precision="fp16 communication=fp16",
-        recompute="full",
-        execution=ALPA,
-        memory=NO_LIMIT,
+        memory=alpa.MEMORY if free else NO_LIMIT,
+        **options,
     )
 
 

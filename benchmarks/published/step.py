@@ -18,8 +18,9 @@ from torch import nn
 
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
 from autopar.intra_op.pins.wordings import PinsLike
-from autopar.intra_op.work.kernel_work import base, fused, works
+from autopar.intra_op.work.kernel_work import fused, works
 from autopar.ir.collective import Collective
+from autopar.ir.executed.library_kernels import base
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import capture_graph

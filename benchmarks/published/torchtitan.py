@@ -41,8 +41,8 @@ import torch
 from autopar import pins
 from autopar.cost.model import AnalyticModel, NodeWork, Work
 from autopar.intra_op.pins.wordings import PinsLike
-from autopar.intra_op.work.kernel_work import base
 from autopar.ir.collective import Collective
+from autopar.ir.executed.library_kernels import base
 from autopar.ir.mesh import Mesh
 from benchmarks.published.context import ring, unbalanced
 from benchmarks.published.models import Llama, LlamaSizes

@@ -97,6 +97,33 @@ def test_a_kernel_reads_and_writes_what_crosses_its_border_once() -> None:
     assert silu.name not in saved  # it is computed again
 
 
+def test_a_library_runs_contractions_and_selections_of_a_compiled_model() -> None:
+    """By hand: a product of two operands by einsum and a selection are kernels of their own."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(SIZE, INNER))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.einsum("ab,bc->ac", x.exp(), self.weight).exp()
+            first = y.topk(2, dim=-1)[0].sum(-1)
+            return torch.einsum("a,ac,c->ac", first, y, y[0]).sum()
+
+    graph = captured(Mixed(), "compiled=all")
+    made = works(graph)
+    product, numbers = (node for node in graph.folded if node.op == "aten.einsum")
+    assert (product.part.fused, numbers.part.fused) == (False, True)
+    assert {work.gemm.flops for work in made[product.name].forward if work.gemm} == {
+        2 * ROWS * SIZE * INNER
+    }
+    (select,) = (node for node in graph.folded if node.op == "aten.topk")
+    assert not select.part.fused
+    keys, picked = ROWS * INNER * 4, ROWS * 2 * (4 + 8)
+    # f32 keys are read for each of four digits, and once more for what is gathered.
+    assert made[select.name].forward[0].nbytes == 5 * keys + picked
+
+
 def test_operators_as_written_have_no_parts() -> None:
     assert all(
         node.part.share == 1 and not node.part.fused for node in captured(Blocks(), "").nodes

@@ -16,6 +16,9 @@ from autopar.operators.interpret import run
 from autopar.passes.normalise import prepare
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.verify import verify
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from tests.support.graphs import assert_equal_runs, captured_double, leaf_values
 from tests.support.models import conv_net
 
@@ -100,3 +103,14 @@ def test_sync_batch_norm_of_torch_is_the_same() -> None:
     graph, values = captured_double(model, {"input": torch.randn(4, 6, 5)})
     assert "aten._native_batch_norm_legit_functional" in {node.op for node in graph.nodes}
     assert_equal_runs(graph, prepare(graph), values)
+
+
+def test_a_planned_norm_is_sums_over_parts_of_the_batch() -> None:
+    """A variance in one operator would need its whole batch on every device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
+        x = torch.zeros(8, 3, 5, 5)
+    captured = capture_graph(model, (x,), {}, Options(), Trace(None))
+    assert "aten.var_mean.correction" not in {node.op for node in captured.graph.nodes}
+    sums = [node for node in captured.graph.nodes if node.op == "aten.sum.dim_IntList"]
+    assert len(sums) == 2  # of the values and of their squares

@@ -21,6 +21,8 @@ from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.intra_op.work.kernel_parts_work import as_part
 from autopar.intra_op.work.local_work import Layouts, Local
+from autopar.intra_op.work.lookup_work import SORT, look_up, sort
+from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS, base, is_library
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
@@ -31,19 +33,12 @@ from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.stage_plan import StagePlan
 
-# Matrix products: indices of the multiplied operands.
-_PRODUCTS = {
-    "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
-    "bmm": (0, 1), "inner": (0, 1), "tensordot": (0, 1), "einsum": (0, 1), "addmm": (1, 2),
-    "baddbmm": (1, 2), "addbmm": (1, 2), "addmv": (1, 2),
-}  # fmt: skip
 # Operators that read only as much of their first operand as they write.
 _LOOK_UPS = ("embedding", "gather", "index_select", "index")
 # Elementwise operators of two operands, with one kernel for the gradient of each.
 _BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
 _SUMS = ("add", "sub", "expand")  # an operand's gradient is the result's, or a sum of it
 _PARTS = ("slice", "select", "narrow")
-_SORT = 16  # passes over the keys by a radix sort of 64 bits, 8 at a time, reads and writes
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 
 
@@ -91,17 +86,13 @@ def _by_itself(local: Local) -> NodeWork:
     if node.op.startswith(PREFIX):
         return _kernel(local, node.op.removeprefix(PREFIX))
     name = base(node.op)
-    if name in _PRODUCTS and signature is not None and len(local.operands) > 1:
-        return _product(local, signature, *_PRODUCTS[name])
+    products = name in MULTIPLIED and is_library(name, len(local.operands))
+    if products and signature is not None and len(local.operands) > 1:
+        return _product(local, signature, *MULTIPLIED[name])
     write = _KERNELS.get(name)
     if write is not None:
         return write(local)
     return _plain(local, name)
-
-
-def base(op: str) -> str:
-    """Returns an operator's name without namespace and overload: "aten.add.Tensor" -> "add"."""
-    return op.removeprefix("aten.").split(".")[0]
 
 
 def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
@@ -267,7 +258,7 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     into, out = (each, inner, width), (each, width, inner)
     firsts = 1 + ("gate" in named)
     forward = products(local.work, *[into] * firsts, out)
-    forward.append(local.work(2 * rows * inner, _SORT * ids.nbytes + 2 * wide + 3 * narrow))
+    forward.append(local.work(2 * rows * inner, SORT * ids.nbytes + 2 * wide + 3 * narrow))
     forward.append(local.work(2 * rows * width, wide + 3 * exact + local.written))
     backward: list[Work] = []
     if local.node.requires_grad:
@@ -310,17 +301,6 @@ def _convolution(local: Local) -> NodeWork:
         elif wanted:
             backward.append(_sum_gradient(local, local.operands[i]))
     return NodeWork((forward,), tuple(backward))
-
-
-def _look_up(local: Local) -> NodeWork:
-    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros."""
-    beside = local.read - local.operands[0].nbytes
-    forward = local.work(local.flops, beside + 2 * local.written)
-    if not local.node.requires_grad:
-        return NodeWork((forward,))
-    into = local.operands[0].nbytes
-    moved = into + beside + 3 * local.written
-    return NodeWork((forward,), (local.gradient(local.flops, moved),))
 
 
 def _plain(local: Local, name: str) -> NodeWork:
@@ -377,7 +357,7 @@ _BACKWARD_FLOPS = {
 }  # fmt: skip
 _KERNELS: dict[str, Callable[[Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,
-    **{f"conv{space}d": _convolution for space in (1, 2, 3)},
-    **{f"conv_transpose{space}d": _convolution for space in (1, 2, 3)},
-    **dict.fromkeys(_LOOK_UPS, _look_up),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys(_LOOK_UPS, look_up),
+    **dict.fromkeys(SORTS, sort),
 }

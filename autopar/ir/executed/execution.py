@@ -5,7 +5,8 @@ operators, with query, key and value as one product, or with a loss in single st
 written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=28":
 
     compiled=blocks     operators of a repeated block between two products are one kernel, as
-                        torch.compile makes them; compiled=all those outside of blocks too
+                        torch.compile makes them; compiled=all those outside of blocks too, and
+                        the update, which then has no temporaries
     fused=mul+softmax   operators of these names that follow one another are one kernel; several
                         chains are separated by commas
     merged              linears that read the same value are one product
