@@ -73,8 +73,8 @@ def _period(step: Step, prepared: Prepared) -> tuple[Ints, Ints, Ints, Ints]:
             runs = np.flatnonzero((moved >= 0) & (moved < prepared.step.microbatches))
             places.append(begin + runs)
             periods.append(np.full(len(runs), period))
-    place, period = np.concatenate(places), np.concatenate(periods)
-    last = prepared.order[period[prepared.order] == count - 1]
+    place, when = np.concatenate(places), np.concatenate(periods)
+    last = prepared.order[when[prepared.order] == count - 1]
     own, number = np.empty_like(last), np.empty_like(last)
     own[place[last]] = last
     number[place[last]] = np.arange(len(last))
@@ -82,7 +82,7 @@ def _period(step: Step, prepared: Prepared) -> tuple[Ints, Ints, Ints, Ints]:
     waiting = np.repeat(np.arange(len(own)), degree)
     offset = np.arange(len(waiting)) - np.repeat(np.cumsum(degree) - degree, degree)
     need = prepared.needs[prepared.first[own][waiting] + offset]
-    needs = np.stack((waiting, place[need], count - 1 - period[need]))
+    needs = np.stack((waiting, place[need], count - 1 - when[need]))
     return np.repeat(np.arange(len(batches)), np.diff(begins)), number, own, needs
 
 
