@@ -12,7 +12,7 @@ from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+from autopar.simulate import fixed_bytes, kept_bytes, run, settings_on, tasks
 from autopar.stage_plan import StagePlan
 
 
@@ -46,9 +46,7 @@ def with_simulated(
     timeline, predicted = run(step, model, slowdown), plan.predicted
     peak = timeline.memory.peak
     if repeated is not None:
-        left = after_forward(step)
-        trained = {n.name for n in graph.leaves("param") if n.requires_grad}
-        fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+        fixed, kept = fixed_bytes(step), kept_bytes(step)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
     elif graph.execution != AS_WRITTEN:
         updated, waiting = timeline.phases.get("optimizer", 0.0), 0.0
