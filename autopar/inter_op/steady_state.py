@@ -68,22 +68,22 @@ def _period(step: Step, prepared: Prepared) -> tuple[Ints, Ints, Ints, Ints]:
     begins = np.cumsum([0, *map(len, batches)])
     places, periods = [], []
     for begin, batch in zip(begins, batches, strict=False):
-        for period in range(2 * count - 1):
-            moved = batch + period * step.microbatches
+        for number in range(2 * count - 1):
+            moved = batch + number * step.microbatches
             runs = np.flatnonzero((moved >= 0) & (moved < prepared.step.microbatches))
             places.append(begin + runs)
-            periods.append(np.full(len(runs), period))
-    place, when = np.concatenate(places), np.concatenate(periods)
-    last = prepared.order[when[prepared.order] == count - 1]
-    own, number = np.empty_like(last), np.empty_like(last)
+            periods.append(np.full(len(runs), number))
+    place, period = np.concatenate(places), np.concatenate(periods)
+    last = prepared.order[period[prepared.order] == count - 1]
+    own, order = np.empty_like(last), np.empty_like(last)
     own[place[last]] = last
-    number[place[last]] = np.arange(len(last))
+    order[place[last]] = np.arange(len(last))
     degree = prepared.first[own + 1] - prepared.first[own]
     waiting = np.repeat(np.arange(len(own)), degree)
     offset = np.arange(len(waiting)) - np.repeat(np.cumsum(degree) - degree, degree)
     need = prepared.needs[prepared.first[own][waiting] + offset]
-    needs = np.stack((waiting, place[need], count - 1 - when[need]))
-    return np.repeat(np.arange(len(batches)), np.diff(begins)), number, own, needs
+    needs = np.stack((waiting, place[need], count - 1 - period[need]))
+    return np.repeat(np.arange(len(batches)), np.diff(begins)), order, own, needs
 
 
 def _edges(

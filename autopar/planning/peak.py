@@ -13,15 +13,7 @@ from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.simulate import (
-    Timeline,
-    after_forward,
-    fixed_bytes,
-    kept_bytes,
-    run,
-    settings_on,
-    tasks,
-)
+from autopar.simulate import Timeline, fixed_bytes, kept_bytes, run, settings_on, tasks
 from autopar.simulate.task import COMPUTE
 from autopar.stage_plan import StagePlan
 
@@ -56,9 +48,7 @@ def with_simulated(
     timeline, predicted = run(step, model, slowdown), plan.predicted
     peak = timeline.memory.peak
     if repeated is not None:
-        left = after_forward(step)
-        trained = {n.name for n in graph.leaves("param") if n.requires_grad}
-        fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+        fixed, kept = fixed_bytes(step), kept_bytes(step)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
     elif graph.execution != AS_WRITTEN:
         updated, waiting = updating(timeline), 0.0

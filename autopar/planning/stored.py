@@ -40,7 +40,9 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         graph = _with_equal_blocks(graph, stored)
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
-    ends = plan.ends if _operators(first) == _operators(graph) else _ends_like(parts, graph)
+    same = _operators(first) == _operators(graph)
+    graph = _without_unread(graph)
+    ends = plan.ends if same else _ends_like(parts, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
     for before, stage, after, end in zip(parts, plan.stages, graphs, (*ends, ""), strict=True):
@@ -96,6 +98,21 @@ def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
 def _operators(graph: Graph) -> list[tuple[str, str]]:
     """Returns names and kinds of a graph's nodes in order."""
     return [(node.name, node.op) for node in graph.nodes]
+
+
+def _without_unread(graph: Graph) -> Graph:
+    """Returns the graph without parameters and buffers that nothing reads.
+
+    An evaluation does not read all that training does, such as a batch norm's counter. No operator
+    tells in which stage it is stored.
+    """
+    results = {name for _, name in graph.outputs} | {graph.loss}
+    nodes = tuple(
+        node
+        for node in graph.nodes
+        if node.op not in ("param", "buffer") or graph.users[node.name] or node.name in results
+    )
+    return replace(graph, nodes=nodes)
 
 
 def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:

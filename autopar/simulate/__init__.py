@@ -10,10 +10,10 @@ This package imports neither solvers nor code generation.
 from autopar.simulate.engine import issue_seconds, issued_seconds, run
 from autopar.simulate.settings import Settings, settings_on
 from autopar.simulate.step import tasks
-from autopar.simulate.task import Task, after_forward, fixed_bytes, kept_bytes
+from autopar.simulate.task import Task, fixed_bytes, kept_bytes
 from autopar.simulate.timeline import Span, Timeline
 
 __all__ = [
-    "Settings", "Span", "Task", "Timeline", "after_forward", "fixed_bytes", "issue_seconds",
+    "Settings", "Span", "Task", "Timeline", "fixed_bytes", "issue_seconds",
     "issued_seconds",     "kept_bytes", "run", "settings_on", "tasks",
 ]  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import Work
@@ -14,6 +14,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 # The cause of a collective: gathering parameters, synchronising gradients, resharding activations
 # (and their gradients), or communication inside an operator.
 Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exchange"]
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 COMPUTE = "compute"
 HOST = ("to the host", "from the host")
 
@@ -50,15 +51,16 @@ class Task:
     share: float = 1.0
 
 
-def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
-    """Returns the buffers that are alive after the forward, such as "activation linear_3".
+def alive_after(tasks: Sequence[Task], phase: Phase) -> dict[str, float]:
+    """Returns the buffers that are alive after a phase, such as "activation linear_3".
 
     Returns:
         Name -> bytes.
     """
     sizes: dict[str, float] = {}
+    phases = _PHASES[: _PHASES.index(phase) + 1]
     for task in tasks:
-        if task.phase != "forward":
+        if task.phase not in phases:
             break
         sizes |= dict(task.allocates)
         for name in task.frees:
@@ -66,20 +68,22 @@ def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
     return sizes
 
 
-def fixed_bytes(left: Mapping[str, float], trained: Collection[str]) -> float:
-    """Returns the bytes after a forward that are parameters, gradients and optimizer state.
+def fixed_bytes(tasks: Sequence[Task]) -> float:
+    """Returns the bytes that parameters, optimizer state and gradients take between microbatches.
 
-    Args:
-        left: from `after_forward`.
-        trained: the parameters with gradients. If gradients are not accumulated over microbatches,
-            they are not allocated yet, and are counted by the bytes of these parameters.
+    If gradients are not accumulated over microbatches, those count that a backward leaves to the
+    optimizer.
     """
-    state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
-    summed = sum(n for name, n in left.items() if name.startswith("gradient"))
-    return state + (summed or sum(left.get(f"parameter {name}", 0.0) for name in trained))
+    left = alive_after(tasks, "forward")
+    state = _bytes(left, "parameter", "optimizer")
+    return state + (_bytes(left, "gradient") or _bytes(alive_after(tasks, "backward"), "gradient"))
 
 
-def kept_bytes(left: Mapping[str, float]) -> float:
+def _bytes(buffers: Mapping[str, float], *kinds: str) -> float:
+    return sum(nbytes for name, nbytes in buffers.items() if name.startswith(kinds))
+
+
+def kept_bytes(tasks: Sequence[Task]) -> float:
     """Returns the bytes after a forward that every microbatch in flight needs for itself."""
-    once = ("parameter", "optimizer", "gradient")
-    return sum(nbytes for name, nbytes in left.items() if not name.startswith(once))
+    left = alive_after(tasks, "forward")
+    return sum(left.values()) - _bytes(left, "parameter", "optimizer", "gradient")

@@ -37,7 +37,6 @@ from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import (
-    after_forward,
     fixed_bytes,
     issued_seconds,
     kept_bytes,
@@ -197,9 +196,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     for span in timeline.spans:
         task = span.task
         seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
-    left = after_forward(step)
-    trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
-    fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+    fixed, kept = fixed_bytes(step), kept_bytes(step)
     overlapped = "gradient" in usual.overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]

@@ -116,15 +116,16 @@ class Gradients:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             for _, gradient in self._done:
                 gradient.record_stream(torch.cuda.current_stream(self._stream.device))
-        for weight, gradient in self._widened():
+        done = self._widened()
+        while done:  # so that a cast gradient is freed before the next one is cast
+            weight, gradient = done.pop()
             known, total = weight.updated.grad, gradient.to(weight.updated.dtype)
             weight.updated.grad = total if known is None else known + total
-        self._done.clear()
 
     def _widened(self) -> list[tuple[Weight, Tensor]]:
-        """Returns finished gradients; neighbours that need a cast are cast into one buffer."""
+        """Takes finished gradients; neighbours that need a cast are cast into one buffer."""
         rows: dict[tuple[object, ...], list[int]] = {}
-        done = list(self._done)
+        done, self._done = self._done, []
         for place, (weight, gradient) in enumerate(done):
             own, number = weight.updated.dtype, self._order.get(id(weight.updated))
             if number is not None and gradient.dtype != own:

@@ -13,7 +13,6 @@ to s steps ahead of the slowest one before it waits.
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections import deque
@@ -29,6 +28,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.ir.action import COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import ahead, at_period, draining, in_update, versions
+from autopar.runtime.pipeline.group_options import GroupOptions
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
@@ -115,6 +115,7 @@ class Continuous:
         self._later = _later(row, self._size)
         self._aside: dict[tuple[int, int], list[Tensor | None]] = {}  # by stage and microbatch
         self._early: set[Action] = set()  # receives that were posted for a checkpoint
+        self._options = GroupOptions(update.optimizer, draining([row], self._size))
 
     def _weights_for(self, own: Versions) -> Callable[[Action], AbstractContextManager[None]]:
         def weights(action: Action) -> AbstractContextManager[None]:
@@ -155,8 +156,10 @@ class Continuous:
         self._interpreter.begin(
             parts, self._period * self._size, enter, lambda s: share[s.number, s.copy]
         )
+        self._options.begin(self._period)
         for action in at_period(self._row, self._size, self._period):
             self._do(action)
+        self._options.end()
         self._period += 1
         self.broken_off = False
         self._reports.append(self._begin(*report()))
@@ -198,7 +201,8 @@ class Continuous:
             with self._waiting(f"{action} waits for its sums"):
                 self._sums.pop(action._replace(kind=SYNC_BEGIN)).arrive()
         elif action.kind == UPDATE:
-            with self._taken_aside(stage, action.microbatch):
+            options = self._options.of(action.microbatch // self._size)
+            with self._taken_aside(stage, action.microbatch), options:
                 self._updated(stage)
             self._aside.pop((action.stage, action.microbatch), None)
 
@@ -233,7 +237,7 @@ class Continuous:
             self._squares[key] = own
             self._broken |= not bool(own.isfinite())
             if update.training.clip_norm is not None:
-                norm = _norm(stage, own)
+                norm = stage.norm(own)
         with self.versions[key].updating(update.optimizer):
             update.step_alone(stage.weights, norm)
 
@@ -268,6 +272,7 @@ class Continuous:
             return
         self.broken_off = True
         last, period = self._period * self._size, self._period
+        self._options.begin(period)
         for later in range(draining([self._row], self._size)):
             for action in at_period(self._row, self._size, period + later):
                 if action.microbatch < last:
@@ -286,6 +291,7 @@ class Continuous:
         self._period = 0
         self._early.clear()
         self._aside.clear()
+        self._options.restart()
         for own in self.versions.values():
             own.restart()
 
@@ -307,6 +313,7 @@ class Continuous:
             "period": self._period,
             "told": self._told,
             "broken": self._broken,
+            "options": self._options.saved(),
             "letters": self._interpreter.post.saved(put),
             "early": sorted(map(str, self._early)),
             "reports": [put(report.numbers) for report in self._reports],
@@ -328,6 +335,7 @@ class Continuous:
             if stage.runtime.gradients is not None:
                 stage.runtime.gradients.drop()
         self._period, self._told, self._broken = saved["period"], saved["told"], saved["broken"]
+        self._options.resume(saved["options"])
         self._interpreter.post.resume(saved["letters"], get)
         self._early = set(map(Action.parse, saved["early"]))
         self._reports = deque(_Report(get(numbers), None) for numbers in saved["reports"])
@@ -360,27 +368,6 @@ class Continuous:
                 if (send.microbatch - sent[key]) // size < self._period:
                     done.append(action)
         return done
-
-
-def _norm(stage: Stage, squares: Tensor) -> Tensor:
-    """Returns the norm of a stage's gradients over all its devices.
-
-    Args:
-        stage: the stage.
-        squares: this device's part of the sum of squares, with every element counted once.
-    """
-    mesh = stage.runtime.mesh
-    split = {
-        axis
-        for parameter in stage.state.parameters
-        if parameter.trainable
-        for axis in parameter.storage.updated.sharded_axes
-    }
-    axes = tuple(axis for axis in mesh.names if axis in split)
-    # Replicas have equal gradients and need no reduction.
-    replicas = math.prod(mesh.axis_size(axis) for axis in mesh.names if axis not in split)
-    total = squares * replicas
-    return (stage.runtime.group(axes).reduce(total) if axes else total).sqrt()
 
 
 def _give(stage: Stage, gradients: Sequence[Tensor | None]) -> None:

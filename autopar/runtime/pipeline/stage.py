@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -216,6 +217,25 @@ class Stage:
             given[self.module.loss] = torch.ones_like(kept.results[self.module.loss]) * share
         names = [name for name in kept.results if name in given]
         return [kept.results[name] for name in names], [given[name] for name in names]
+
+    def norm(self, squares: Tensor) -> Tensor:
+        """Returns the norm of the gradients over all devices of the stage.
+
+        Args:
+            squares: this device's part of the sum of squares, with every element counted once.
+        """
+        mesh = self.runtime.mesh
+        split = {
+            axis
+            for parameter in self.state.parameters
+            if parameter.trainable
+            for axis in parameter.storage.updated.sharded_axes
+        }
+        axes = tuple(axis for axis in mesh.names if axis in split)
+        # Replicas have equal gradients and need no reduction.
+        replicas = math.prod(mesh.axis_size(axis) for axis in mesh.names if axis not in split)
+        total = squares * replicas
+        return (self.runtime.group(axes).reduce(total) if axes else total).sqrt()
 
     def forget(self) -> None:
         """Discards the state of a failed step."""
