@@ -12,17 +12,13 @@ _SELECTS = ("topk", "kthvalue", "median")  # they select by digits, and sort onl
 
 
 def look_up(local: Local) -> NodeWork:
-    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros.
-
-    An embedding's gradient is added row by row, in the order of its sorted indices.
-    """
+    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros."""
     beside = local.read - local.operands[0].nbytes
     forward = local.work(local.flops, beside + 2 * local.written)
     if not local.node.requires_grad:
         return NodeWork((forward,))
     into = local.operands[0].nbytes
-    sorting = 2 * SORT * beside if base(local.node.op) == "embedding" else 0
-    moved = into + beside + sorting + 3 * local.written
+    moved = into + beside + 3 * local.written
     return NodeWork((forward,), (local.gradient(local.flops, moved),))
 
 
