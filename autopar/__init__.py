@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar import outer, pins
+    from autopar import callbacks, outer, pins
     from autopar.compile import compile, emit, load, plan
     from autopar.intra_op.pins.named_dims import layout
     from autopar.intra_op.rule import OpRule, rule
@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Session",
+    "callbacks",
     "compile",
     "emit",
     "groups",
@@ -74,7 +75,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("outer", "pins"):
+    if name in ("callbacks", "outer", "pins"):
         return import_module(f"autopar.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -15,14 +15,14 @@ from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
 from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
-from autopar.cost.model import AnalyticModel, NodeWork
+from autopar.cost.model import AnalyticModel
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import works
+from autopar.intra_op.work.model_flops import model_flops
 from autopar.ir.graph import Graph
-from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
-from autopar.plan_entries import ModelSpec, NodePlan
+from autopar.plan_entries import ModelSpec
 from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
 from autopar.stage_plan import StagePlan
@@ -151,31 +151,10 @@ def utilisations(
         return {}
     dtype = max(flops_by_dtype, key=lambda name: flops_by_dtype[name])
     peak = chip.rate(dtype, True)
-    whole = works(graph, _whole(graph, plan), known)
-    flops = sum(graph.multiplicity[name] * _products(work) for name, work in whole.items())
+    flops = sum(model_flops(graph, plan, known).values())
     return {
         "model_flops_utilisation": timeline.flops_utilisation(flops / plan.mesh.size, peak),
         "hardware_flops_utilisation": timeline.flops_utilisation(
             sum(flops_by_dtype.values()), peak
         ),
     }
-
-
-def _products(work: NodeWork) -> float:
-    return sum(
-        kernel.share * kernel.flops for kernel in (*work.forward, *work.backward) if kernel.gemm
-    )
-
-
-def _whole(graph: Graph, plan: StagePlan) -> StagePlan:
-    """Returns the plan that splits nothing; its FLOPs are those of the model."""
-    nodes = {}
-    for node in graph.folded:
-        reads = [graph[name].type.shape for name in node.inputs]
-        gives = [tensor.shape for tensor in node.types]
-        into, out = (
-            tuple((shape, Layout.replicated(len(shape))) for shape in side)
-            for side in (reads, gives)
-        )
-        nodes[node.name] = NodePlan(into, out)
-    return replace(plan, nodes=nodes)

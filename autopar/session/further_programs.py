@@ -51,16 +51,21 @@ class Runnable:
     """A program of a session.
 
     Attributes:
-        captured: the call that was compiled.
+        compiled: the compiled call.
         types: dtypes and shapes of its inputs by name, "i64[8, 16]".
         step: trains on a batch.
         forward: evaluates a batch.
     """
 
-    captured: Captured
+    compiled: Compiled
     types: Mapping[str, str]
     step: Callable[[Mapping[str, Tensor]], Tensor]
     forward: Callable[[Mapping[str, Tensor]], Evaluated]
+
+    @property
+    def captured(self) -> Captured:
+        """The call that was compiled."""
+        return self.compiled.captured
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns the inputs of a batch by name; None if its structure or shape differs."""
@@ -93,7 +98,7 @@ class Variants:
 
     def __post_init__(self) -> None:
         executor = self.executor
-        self.main = Runnable(self.first.captured, executor.types, executor.step, executor.forward)
+        self.main = Runnable(self.first, executor.types, executor.step, executor.forward)
         unchanged = not any(module.training for module in self.model.modules())
         self._programs = {True: [self.main], False: [self.main] if unchanged else []}
 
@@ -137,10 +142,7 @@ class Variants:
             except CaptureError as error:
                 raise self._misfit(args, kwargs, error) from error
         self._refuse_other_dtypes(compiled)
-        if compiled is self.first:
-            added = replace(self.main, captured=compiled.captured)
-        else:
-            added = self._loaded(compiled)
+        added = self.main if compiled is self.first else self._loaded(compiled)
         programs.append(added)
         return added
 
@@ -192,7 +194,7 @@ class Variants:
         if isinstance(inner, Executor):
             variant = inner.add(modules[0], values)
             own = Runnable(
-                compiled.captured,
+                compiled,
                 variant.types,
                 partial(inner.step, variant=variant),
                 partial(inner.forward, variant=variant),
@@ -202,7 +204,7 @@ class Variants:
             program = inner.add(modules, placement, compiled.inputs, values)
             step = partial(inner.step, program=program)
             forward = partial(inner.forward, program=program)
-            own = Runnable(compiled.captured, program.types, step, forward)
+            own = Runnable(compiled, program.types, step, forward)
         if not isinstance(executor, LocalUpdates):
             return own
         return replace(

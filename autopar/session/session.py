@@ -33,11 +33,12 @@ from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
+from autopar.session.step_metrics import Metered
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed, Evaluating, Pretrained):
+class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
     """A model that trains in parallel, from `autopar.compile` or `autopar.load`.
 
     Args:
@@ -60,6 +61,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained):
         running: Running,
         compiler: Compiles,
     ) -> None:
+        super().__init__()
         check_processes(mesh)
         inductor.check(running.backend)
         self.mesh, self._running_as, self._compiler = mesh, running, compiler
@@ -198,8 +200,13 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained):
                 todo="call program.train() before the step",
             )
         program, inputs = self._ready_for(args, kwargs, training=True)
-        with profiled(profile, self._ready().settle):
-            return program.step(inputs)
+        executor = self._ready()
+        with (
+            self._metered(executor, program.compiled, inputs) as losses,
+            profiled(profile, executor.settle),
+        ):
+            losses.append(program.step(inputs))
+        return losses[0]
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
@@ -262,6 +269,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained):
             if saved is not None:
                 saved.close(agreed)
         finally:
+            self._close_callbacks()
             if executor is not None:
                 executor.close()
 

@@ -178,6 +178,6 @@ class Waiting:
 
     def wait(self) -> None:
         """Waits for its end."""
-        self._event.waiting = True
+        self._event.wait()
         self._work.wait()
         Recorder.end(self._event)

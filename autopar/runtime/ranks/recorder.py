@@ -22,6 +22,17 @@ _DEPTH = 16  # frames searched for a line of a generated program
 Place = tuple[str, int]  # file and line
 
 
+class Waited:
+    """The time that a rank has waited in calls.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class Event:
     """A collective or a message of this rank.
 
@@ -34,6 +45,8 @@ class Event:
         place: the generated line that it comes from, if there is one.
         began, ended: seconds since the epoch; 0.0 until it ends.
         waiting: whether this rank does nothing else until it ends.
+        since: when it began to wait.
+        waited: the time that the rank has waited so far.
     """
 
     __slots__ = (
@@ -45,7 +58,9 @@ class Event:
         "number",
         "part",
         "place",
+        "since",
         "step",
+        "waited",
         "waiting",
     )
 
@@ -55,6 +70,11 @@ class Event:
         self.channel, self.number, self.kind, self.nbytes = channel, number, kind, nbytes
         self.step, self.part, self.place = step, part, place
         self.began, self.ended, self.waiting = time.time(), 0.0, True
+        self.since, self.waited = self.began, Waited()
+
+    def wait(self) -> None:
+        """Records that the rank waits for it from now on."""
+        self.waiting, self.since = True, time.time()
 
 
 class Recorder:
@@ -68,6 +88,7 @@ class Recorder:
         members: global ranks of each channel.
         changed: when a part of a step began or ended last.
         thread: the thread that made the last step.
+        waited: the time in calls that this rank waited for.
     """
 
     def __init__(self, size: int = SIZE) -> None:
@@ -81,6 +102,7 @@ class Recorder:
         self.members: dict[str, tuple[int, ...]] = {}
         self.changed = time.time()
         self.thread = threading.main_thread().ident
+        self.waited = Waited()
 
     def begin(
         self, channel: str, ranks: tuple[int, ...], kind: str, nbytes: int, waiting: bool = True
@@ -91,7 +113,7 @@ class Recorder:
         number = self.begun[channel] = self.begun.get(channel, 0) + 1
         place = self.origin or generated_line(sys._getframe(1))
         event = Event(channel, number, kind, nbytes, self.steps, self.doing, place)
-        event.waiting = waiting
+        event.waiting, event.waited = waiting, self.waited
         self._ring[self._next % len(self._ring)] = event
         self._next += 1
         return event
@@ -99,7 +121,10 @@ class Recorder:
     @staticmethod
     def end(event: Event) -> None:
         """Records that an event has succeeded; one that fails remains as it is."""
-        event.ended = time.time()
+        ended = time.time()
+        if event.waiting and not event.ended:
+            event.waited.seconds += ended - event.since
+        event.ended = ended
 
     @property
     def doing(self) -> str:

@@ -1,0 +1,43 @@
+"""Trains an adapter of PEFT: torchrun --nproc-per-node 2 examples/lora/train.py"""
+
+from functools import partial
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch.utils.data import DataLoader, DistributedSampler
+
+import autopar
+
+LENGTH, BATCH, STEPS = 16, 4, 6
+
+
+def adapted() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+
+
+def train(folder: str = "build/adapter") -> list[float]:
+    torch.manual_seed(0)
+    model = adapted()
+    tokens = torch.randint(64, (64, LENGTH))
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    session = autopar.compile(model, "cpu: data=2", optimizer=adam, batches="local")
+    loader = DataLoader(tokens, BATCH, sampler=DistributedSampler(tokens))
+    losses = []
+    for _, rows in zip(range(STEPS), loader, strict=False):
+        loss = session.step(input_ids=rows, labels=rows)
+        losses.append(loss.item())
+    session.save_pretrained(folder)
+    return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print("\n".join(f"step {number}: {loss:.4f}" for number, loss in enumerate(train(), 1)))
+    dist.destroy_process_group()
