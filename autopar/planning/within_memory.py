@@ -31,7 +31,7 @@ SLACKS = (1.02, 1.1, 1.5)  # limits to try, in units of the least memory of all 
 # Time limit of a solve within a memory limit: a base, plus a part for each pair of choices of an
 # edge, up to a maximum. The base allows for a busy machine and for loading compiled code.
 LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
-LARGE_SECONDS = 2.0  # work of a search that reductions leave too large for a proof
+LARGE_SECONDS = 3.0  # work of a search that reductions leave too large for a proof
 LATER = 0.4  # fraction of the time limit for a solve that starts from a choice
 SOON = 0.02  # the same, if a gap to the optimum is accepted
 

@@ -17,8 +17,8 @@ from autopar.intra_op.solvers._search import Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
 ENTRIES = 500_000  # pairs of choices above which they are not tried either
-PAIRS = 9.0e7  # pairs per second of a step of the prices; both speeds are those of a slow core
-VISITS = 1.5e8  # pairs per second of kicks
+PAIRS = 4.0e7  # pairs per second of a step of the prices; both speeds are those of one shared core
+VISITS = 2.2e8  # pairs per second of kicks
 STEP, KICK = 50_000, 500  # pairs that take the time of a step's and of a kick's other work
 BALL = 25  # matrices visited by a kick, on average
 DRIFT = 0.01  # longest change of the prices between two looks at the clock, as a logarithm
@@ -27,6 +27,7 @@ LOOK = 0.05  # seconds between two looks at the clock
 TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
 PRICES, WALK = 0.4, 0.5  # shares of the work for the prices of memory and for the kicks
+CLOCK = 0.5  # share of the time at which prices end on a slower core
 WARM = 0.15  # of their work without memory
 LONG, SHORT = 0.5, 0.02  # first and last change of the prices, as logarithms
 FIT = 20  # steps between two choices that are made to fit in any case
@@ -90,7 +91,7 @@ def _price(search: Search, best: _Best) -> None:
     multipliers = best.multipliers
     best.offer(multipliers.fitted(multipliers.lightest()))
     pairs = STEP + len(search.core.matrix) + len(search.core.cost)
-    progress = Progress(search, PRICES, PRICES, PAIRS / pairs)
+    progress = Progress(search, PRICES, CLOCK, PAIRS / pairs)
     while progress.share() < WARM:
         multipliers.choose()
         progress.done += 1
