@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,10 @@ class _Batch(click.ParamType[int | Path]):
         """Returns the number, or the path of a file that exists."""
         if isinstance(value, (int, Path)):
             return value
-        if str(value).isdigit():
+        if re.fullmatch("[0-9]{1,18}", str(value)):
             return int(value)
-        if not Path(value).is_file():
-            self.fail(f"{value!r} is neither a number nor a file", param, ctx)
+        if not os.path.isfile(value):
+            self.fail(f"{str(value)[:80]!r} is neither a number nor a file", param, ctx)
         return Path(value)
 
 
