@@ -12,7 +12,7 @@ from statistics import median
 from autopar.ir.replicas.tau import MOST
 
 EXPOSED = 0.05  # share of a step's seconds, if a synchronisation cannot be hidden
-TAKEN = 0.02  # share that one which overlaps may take as far as it is seen; caches add to it
+TAKEN = 0.04  # share of a step's seconds that one which overlaps may take nevertheless
 SEEN, FEW = 64, 16  # last steps that are compared, and the fewest
 
 
@@ -21,7 +21,7 @@ def best_tau(sync: float, step: float, late: bool, taken: float = 0.0) -> int:
 
     A late method overlaps it with a whole round: ceil(sync / step). Any other waits for it, and the
     round is so long that the wait takes at most 5 % of the time of its steps, which includes what
-    is taken from them. Of a late method that is at most 2 %.
+    is taken from them. Of a late method that is at most 4 %.
 
     Args:
         sync, step: seconds of both, measured while they overlap, which includes contention.
