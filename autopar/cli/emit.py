@@ -50,7 +50,7 @@ class _Batch(click.ParamType[int | Path]):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What to write beside a program.
+    """Files to write beside a program.
 
     Attributes:
         weights, batch: files; None for none.

@@ -93,7 +93,7 @@ def command(
 
 @dataclass(frozen=True)
 class _About:
-    """What the page says about a plan.
+    """Contents of the page about a plan.
 
     Attributes:
         asked, opened: the plan with its graphs.
@@ -130,7 +130,7 @@ class _About:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What stands below the title."""
+        """Figures below the title."""
         plan = self.plan
         facts = [
             ("step", format_seconds(plan.predicted.step_seconds)),
@@ -263,7 +263,7 @@ class _About:
         return [Part("why", "Why not otherwise", text, rows=rows)]
 
     def difference(self, other: Plan) -> list[Part]:
-        """What another plan has otherwise."""
+        """Returns the difference to another plan, as parts of the page."""
         compared = plan_difference(self.plan, other)
         rows: list[tuple[object, ...]] = [("figure", "this plan", "the other", "change")]
         for one in compared.figures:

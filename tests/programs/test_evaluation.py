@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, BatchError, ProgramError
 from autopar.pins import data_parallel, megatron
+from tests.support.one_process import compare_step, compare_weights
 from tests.support.ranks import run_ranks
 
 LINE = "cpu: data=2 @1TB/s 1ns"
@@ -120,8 +121,7 @@ def evaluate_beside(way: str) -> None:
         assert torch.equal(after, torch.get_rng_state())
         for name, value in program.state_dict().items():
             assert torch.equal(value, before[name]), name
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    compare_weights(program, alone)
 
 
 def train_ragged(way: str) -> None:
@@ -136,11 +136,8 @@ def train_ragged(way: str) -> None:
         expected = alone(**batch(rows, number))["loss"]
         expected.backward()
         nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+        compare_step(loss, expected, optimizer)
+    compare_weights(program, alone)
     with pytest.raises(BatchError, match="beyond the 4"):
         program.step(**batch(7, 0))
     loss = program.step(**batch(8, 9))  # and the program goes on
@@ -234,15 +231,12 @@ def train_parted(way: str) -> None:
         assert (program.data_rank, program.data_world) == (part, parts)
         expected = alone(**whole)["loss"]
         expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
+        compare_step(loss, expected, optimizer)
         with torch.no_grad():
             torch.testing.assert_close(
                 program.eval_step(**own).loss, alone(**whole)["loss"], rtol=1e-9, atol=1e-12
             )
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    compare_weights(program, alone)
     if way in ("over data", "stages"):  # ranks of one part that pass different ones
         wrong = {name: value.roll(dist.get_rank(), 0) for name, value in own.items()}
         with pytest.raises(BatchError, match="of rank"):

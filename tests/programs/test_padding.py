@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import BatchError, OptionError
+from tests.support.one_process import compare_step, compare_weights
 from tests.support.ranks import run_ranks
 
 LINE = "cpu: data=2 @1TB/s 1ns"
@@ -92,11 +93,8 @@ def train(model: nn.Module, alone: nn.Module, names: tuple[str, str], **options:
         )
         loss = program.step(*given.values())
         expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+        compare_step(loss, expected, optimizer)
+    compare_weights(program, alone)
     with pytest.raises(BatchError, match="ends at 8"):
         program.step(**dict(zip(names, batch(9).values(), strict=True)))
     program.close()

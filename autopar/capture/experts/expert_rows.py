@@ -1,4 +1,4 @@
-"""What stands for tensors in a loop over experts: an expert, its rows and what is done to them."""
+"""Stand-ins for the tensors in a loop over experts: an expert, its rows and their operations."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Expert(StandIn):
 
 @dataclass(frozen=True, eq=False)
 class Mask(StandIn):
-    """Which slots of which tokens chose the expert."""
+    """Mask of the slots of tokens that chose the expert."""
 
     ids: Tensor
     dims: tuple[str, ...]

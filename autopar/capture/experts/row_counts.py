@@ -63,7 +63,7 @@ for _name in _METHODS.split():
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What is done to a piece.
+    """Operation on a piece.
 
     Attributes:
         function: a function of rows; None for a product.

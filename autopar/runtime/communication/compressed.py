@@ -26,7 +26,7 @@ _KERNELS = torch.ops.autopar_kernels
 
 
 class Memory(dict[str, Tensor]):
-    """What compressed reductions keep of a parameter from step to step, by their names.
+    """Tensors that compressed reductions keep of a parameter from step to step, by their names.
 
     A step that is not made must leave it as it was, so that what it replaces stays until then.
     """
