@@ -199,7 +199,7 @@ class Asked:
         batches: whether a rank passes the whole batch or its part.
         expert_load: the frequency of each expert that prices assumed.
         execution: how prices assumed that kernels are run; "" for one for each operator.
-        accumulates: whether losses of microbatches divide by the counts of the whole batch.
+        whole_loss: whether the loss of a step of microbatches is that of the whole batch.
     """
 
     recompute: str = "auto"
@@ -209,7 +209,7 @@ class Asked:
     batches: str = "global"
     expert_load: str = "equal"
     execution: str = ""
-    accumulates: bool = False
+    whole_loss: bool = False
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -222,7 +222,7 @@ class Asked:
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
             "expert_load": (Text(2**20), UNASKED.expert_load),
-            "accumulates": (FLAG, UNASKED.accumulates),
+            "whole_loss": (FLAG, UNASKED.whole_loss),
             "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }
         entries = _entries("asked", table, checks)

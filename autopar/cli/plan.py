@@ -195,6 +195,7 @@ def command(
     stage_count: int | None,
     microbatches: int | None,
     accumulate: int | None,
+    mean_loss: bool,
     schedule: str | None,
     execution: str | None,
     as_json: bool,
@@ -232,7 +233,7 @@ def command(
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": stage_count if global_batch is None else "auto",
-        **_microbatches(microbatches, accumulate),
+        **_microbatches(microbatches, accumulate, mean_loss),
         "schedule": schedule,
         "execution": None if execution is None else Execution.read(execution),
         "global_batch": global_batch,
@@ -280,13 +281,16 @@ def command(
     _save(plan, model, output)
 
 
-def _microbatches(microbatches: int | None, accumulate: int | None) -> dict[str, Any]:
-    """Returns the options of --microbatches and --accumulate; raises UsageError for both."""
+def _microbatches(
+    microbatches: int | None, accumulate: int | None, mean_loss: bool
+) -> dict[str, Any]:
+    """Returns the options of microbatches; raises UsageError if they contradict one another."""
+    loss = {"whole_loss": False if mean_loss else None}
     if accumulate in (None, 1):
-        return {"microbatches": microbatches}
+        return {"microbatches": microbatches, **loss}
     if microbatches is not None:
         raise click.UsageError("--accumulate is --microbatches without stages; pass one of them")
-    return {"microbatches": accumulate, "accumulates": True}
+    return {"microbatches": accumulate, **loss}
 
 
 def _check_folder(output: Path | None) -> None:

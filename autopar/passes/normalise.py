@@ -10,7 +10,7 @@ from autopar.operators.interpret import annotate
 from autopar.passes.bags import lower_bags
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
-from autopar.passes.losses import lower_means
+from autopar.passes.loss.means import lower_means
 from autopar.passes.masks.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused

@@ -21,10 +21,10 @@ from autopar.ir.graph_text import format_graph
 from autopar.operators.expert_load import ExpertLoad, with_load
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
+from autopar.passes.loss.whole_counts import count_whole_batch
 from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
 from autopar.passes.projections import split_fused
 from autopar.passes.verify import verify
-from autopar.passes.whole_counts import count_whole_batch
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 
@@ -180,8 +180,8 @@ def capture_call(
     if microbatches is None:
         return capture_graph(call.model, call.args, call.kwargs, options, trace)
     part = call.microbatch(microbatches)
-    if options.accumulates:
-        options = replace(options, microbatches=microbatches)
+    stages = 1 if options.searches_stages else options.stages
+    options = replace(options, stages=stages, microbatches=microbatches, global_batch=None)
     return capture_graph(part.model, part.args, part.kwargs, options, trace, NORMALISING)
 
 
@@ -226,8 +226,8 @@ def capture_graph(
     if options.update.mixes:  # such an optimizer must see a parameter whole
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
-    if options.accumulates:
-        graph = verify(count_whole_batch(graph, options.microbatches))
+    if options.counted > 1:
+        graph = verify(count_whole_batch(graph, options.counted))
         keep("whole_counts", graph)
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph

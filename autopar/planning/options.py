@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import OptionError
-from autopar.inter_op.schedules import check_allowed
+from autopar.inter_op.schedules import check_allowed, computes_as_one
 from autopar.intra_op.node_choices import Lies
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
@@ -48,7 +48,8 @@ class Options:
         fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
         stages: number of pipeline stages, or "auto" to search for the fastest pipeline.
         microbatches: number of microbatches in a step.
-        accumulates: whether their losses divide by the counts of the whole batch; without stages.
+        whole_loss: whether their losses add up to that of the whole batch; else a step has the mean
+            of their losses.
         collectives: algorithms of collectives, or "auto" for the fastest ones.
         global_batch: samples in a step for stages="auto"; None for those of the example batch.
         batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
@@ -73,7 +74,7 @@ class Options:
     calibration: str | Path | None = None
     recompute: str = AUTO
     microbatches: int = 1
-    accumulates: bool = False
+    whole_loss: bool = True
     state: str | StateSharding | None = None
     update: Update = ADAMW
     whole: Mesh | None = None
@@ -117,12 +118,6 @@ class Options:
                 why="how many parts a batch has depends on the stages that are searched for",
                 todo="give the number of stages, or plan first and pass the plan",
             )
-        if self.accumulates and (self.stages, self.schedule) != (1, SCHEDULE):
-            raise OptionError(
-                "accumulate is for programs without stages",
-                why=f"stages={self.stages!r} and schedule={self.schedule!r} are given",
-                todo="pass microbatches, of which a pipeline adds up the gradients in any case",
-            )
         if self.global_batch is not None and not self.searches_stages:
             raise OptionError(
                 'global_batch needs stages="auto"',
@@ -146,7 +141,7 @@ class Options:
             solver=plan.asked.solver,
             recompute=plan.asked.recompute,
             microbatches=plan.microbatches,
-            accumulates=plan.asked.accumulates,
+            whole_loss=plan.asked.whole_loss or plan.microbatches == 1,
             state=plan.state or None,
             update=plan.update,
             precision=plan.precision,
@@ -166,7 +161,17 @@ class Options:
         """The options that a plan records besides its layouts."""
         names = [field.name for field in fields(Asked)]
         given = {name: getattr(self, name) for name in names}
-        return Asked(**{**given, "execution": str(self.execution)})
+        own = {"execution": str(self.execution), "whole_loss": self.counted > 1}
+        return Asked(**{**given, **own})
+
+    @property
+    def counted(self) -> int:
+        """Number of microbatches whose losses add up to that of the batch; 1 if they do not.
+
+        Under a schedule with stale gradients every microbatch trains on its own loss.
+        """
+        adds_up = self.whole_loss and computes_as_one(self.schedule)
+        return self.microbatches if adds_up else 1
 
     @property
     def searches_stages(self) -> bool:

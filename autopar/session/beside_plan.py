@@ -43,8 +43,10 @@ def batches_of(plan: Plan | None, wanted: str) -> str:
     return recorded
 
 
-def microbatches_of(plan: Plan | None, microbatches: int, accumulate: int) -> dict[str, Any]:
-    """Returns the options `microbatches` and `accumulates` of a plan to make, or of a given one.
+def microbatches_of(
+    plan: Plan | None, microbatches: int, accumulate: int, whole_loss: bool
+) -> dict[str, Any]:
+    """Returns the options `microbatches` and `whole_loss` of a plan to make, or of a given one.
 
     Raises:
         OptionError: both numbers are passed.
@@ -54,18 +56,18 @@ def microbatches_of(plan: Plan | None, microbatches: int, accumulate: int) -> di
         raise OptionError(
             "microbatches and accumulate are two ways to cut a batch",
             why=f"microbatches={microbatches} and accumulate={accumulate} are passed",
-            todo="pass microbatches with stages, and accumulate without",
+            todo="pass one of them",
         )
     if plan is None:
-        return {"microbatches": microbatches * accumulate, "accumulates": accumulate != 1}
-    planned = plan.microbatches if plan.stages[0].asked.accumulates else 1
+        return {"microbatches": microbatches * accumulate, "whole_loss": whole_loss}
+    planned = plan.microbatches if len(plan.stages) == 1 else 1
     if accumulate not in (1, planned):
         raise PlanMismatchError(
             f"the plan accumulates {planned} microbatches",
             why=f"accumulate={accumulate} is requested",
             todo="omit accumulate, or plan again",
         )
-    return {"microbatches": microbatches, "accumulates": planned != 1}
+    return {"microbatches": microbatches, "whole_loss": plan.stages[0].asked.whole_loss}
 
 
 def precision_of(

@@ -97,7 +97,8 @@ class Compiler:
         if plan.is_pipeline:
             plan = replace(plan, microbatches=_microbatches(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
-        captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
+        options = replace(self.options, whole_loss=plan.stages[0].asked.whole_loss)
+        captured = capture_parts(call, plan.stages[0].mesh, options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
             return first
@@ -127,6 +128,8 @@ class Compiler:
             plan = from_first_rank(
                 lambda: apart(plan_model(call, inside, options, trace), outer, mesh)
             )
+        if plan is not None:
+            options = replace(options, whole_loss=plan.stages[0].asked.whole_loss)
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
         sized = call if options.global_batch is None else call.sized(options.global_batch)

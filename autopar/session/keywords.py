@@ -88,11 +88,14 @@ class PlanKeywords(AverageKeywords, total=False):
         stages: number of pipeline stages, each on a part of the mesh; "auto" searches for the
             fastest stages, sub-meshes, microbatches and schedule together.
         microbatches: number of equal slices of a batch, along the first dimension of all its
-            tensors. Gradients are those of the mean of their losses; batch norms see one microbatch
-            at a time, except under schedules with two copies of a stage.
-        accumulate: without stages, number of microbatches whose gradients are added up before one
-            update. The batch is that of the whole step, and the loss is its loss: means over the
-            labels or the mask of a batch divide by the whole batch's count.
+            tensors. Batch norms see one microbatch at a time, except under schedules with two
+            copies of a stage.
+        accumulate: the same without stages: number of microbatches whose gradients are added up
+            before one update.
+        whole_loss: whether a step of microbatches has the loss of the whole batch: means over the
+            labels or the mask of a batch divide by the whole batch's count, and sums are those of
+            the whole batch. A loss that does not add up is refused; with False a step has the mean
+            of the microbatches' losses.
         schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
             "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
@@ -152,6 +155,7 @@ class PlanKeywords(AverageKeywords, total=False):
     stages: int | str
     microbatches: int
     accumulate: int
+    whole_loss: bool
     schedule: str
     global_batch: int | None
     allow: str
@@ -229,6 +233,7 @@ _CHECKS: dict[str, Check] = {
     "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
     "microbatches": Whole(1, 2**20),
     "accumulate": Whole(1, 2**20),
+    "whole_loss": FLAG,
     "schedule": _WORD,
     "global_batch": Or((NOTHING, Whole(1, 2**31))),
     "allow": _WORD,
@@ -256,9 +261,10 @@ _CHECKS: dict[str, Check] = {
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
-    "microbatches": 1, "accumulate": 1, "schedule": "1f1b", "global_batch": None, "allow": "",
-    "state": None, "precision": None, "gradients": None, "fuse": False, "offload": None,
-    "collectives": None, "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "microbatches": 1, "accumulate": 1, "whole_loss": True, "schedule": "1f1b",
+    "global_batch": None, "allow": "", "state": None, "precision": None, "gradients": None,
+    "fuse": False, "offload": None, "collectives": None, "ema": None, "expert_load": "equal",
+    "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
     "pad_to": None, "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None,
     "on_loss": None,
@@ -325,7 +331,9 @@ def planning_options(
     )  # fmt: skip
     return Options(
         **{name: options[name] for name in same},
-        **microbatches_of(plan, options["microbatches"], options["accumulate"]),
+        **microbatches_of(
+            plan, options["microbatches"], options["accumulate"], options["whole_loss"]
+        ),
         table=table(rules, accelerator()),
         precision=precision,
         fuse=fuse,

@@ -21,8 +21,8 @@ from autopar.errors import BatchError, OptionError
 from autopar.ir.graph import COUNTS, Arg, Graph
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.rewrite import argument
-from autopar.passes.losses import LABELLED
-from autopar.passes.whole_counts import is_linear
+from autopar.passes.loss.loss_parts import is_linear
+from autopar.passes.loss.means import LABELLED
 
 LABELS, MASK = "labels", "attention_mask"
 # Inputs of transformers' models whose values do not matter where the attention mask is zero.

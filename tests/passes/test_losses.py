@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph_text import parse_graph
-from autopar.passes.losses import lower_means
+from autopar.passes.loss.means import lower_means
 from autopar.passes.verify import verify
 from tests.support.graphs import assert_equal_runs, captured_double, checked, ops
 

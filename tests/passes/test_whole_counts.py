@@ -71,11 +71,32 @@ def ratio_of_means(logits: Tensor, labels: Tensor) -> Tensor:
     return (entropies(logits, labels) * mask).mean() / mask.mean()
 
 
+def total(logits: Tensor, labels: Tensor) -> Tensor:
+    return 0.5 * entropies(logits, labels).sum()
+
+
+def sum_of_squares(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits, torch.zeros_like(logits), reduction="sum") / 2.5
+
+
+def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().mean(1).sum()
+
+
+def mean_of_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum((1, 2)).sum() / len(logits)
+
+
+def sum_beside_means(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() + shifted(logits, labels) - logits.mean() + 3
+
+
 def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
 
 
-SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means)
+SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means)
+OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums)
 
 
 def batch() -> dict[str, Tensor]:
@@ -91,11 +112,11 @@ def model(loss: Loss) -> Model:
     return Model(loss).double()
 
 
-@pytest.mark.parametrize("loss", [*SUMMED, of_each_sample, plain_mean])
+@pytest.mark.parametrize("loss", [*SUMMED, *OTHERS])
 @pytest.mark.parametrize("count", [2, 3])
 def test_microbatches_add_up_to_the_whole_batch(loss: Loss, count: int) -> None:
     one, whole = model(loss), batch()
-    options = Options(microbatches=count, accumulates=True)
+    options = Options(microbatches=count)
     graph = capture_call(Call(one, (), whole), options, Trace(None), count).graph
     assert parse_graph(format_graph(graph)) == graph
     parts = [
@@ -134,6 +155,10 @@ def root(logits: Tensor, labels: Tensor) -> Tensor:
     return shifted(logits, labels).sqrt()
 
 
+def norm(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.norm()
+
+
 def longest(logits: Tensor, labels: Tensor) -> Tensor:
     return entropies(logits, labels).sum() / (labels != -100).sum(1).max()
 
@@ -147,13 +172,14 @@ def twice(logits: Tensor, labels: Tensor) -> Tensor:
     [
         (weighted, "classes"),
         (root, "sqrt of one"),
+        (norm, "linalg_vector_norm of all samples"),
         (longest, "max, which does not add up"),
         (twice, "more than once"),
     ],
 )
 def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:
-    options = Options(microbatches=2, accumulates=True)
+    options = Options(microbatches=2)
     with pytest.raises(OptionError, match=why) as raised:
         capture_call(Call(model(loss), (), batch()), options, Trace(None), 2)
     assert "test_whole_counts.py" in str(raised.value)
-    assert "microbatches=2" in str(raised.value)
+    assert "whole_loss=False" in str(raised.value)

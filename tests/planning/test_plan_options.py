@@ -37,7 +37,7 @@ OTHERS: dict[str, Any] = {
     "solver": "greedy",
     "recompute": "full 1",
     "microbatches": 2,
-    "accumulates": True,
+    "whole_loss": False,
     "state": "zero1",
     "precision": Precision.read("bf16"),
     "fuse": ("gated",),
@@ -48,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "execution": Execution.read("merged loss=steps"),
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
+WITH: dict[str, dict[str, Any]] = {"whole_loss": {"microbatches": 2}}
 # A plan cannot say these: functions and files, and how its own stage came to be.
 BESIDE = {
     "loss_fn", "trace", "table", "calibration", "whole", "stages", "schedule", "global_batch",
@@ -63,7 +64,7 @@ def test_every_option_is_kept_by_plans_or_named_beside_them() -> None:
 def test_a_plan_says_the_options_that_it_was_made_under(name: str) -> None:
     """From the plan's file alone the same search follows: equal options, and an equal plan."""
     model, batch = models.llama()
-    options = replace(Options(), **{name: OTHERS[name]})
+    options = replace(Options(), **{name: OTHERS[name]}, **WITH.get(name, {}))
     graph = capture_graph(model, (), batch, options, Trace(None)).graph
     plan = make_plan(graph, MESH, options, Trace(None))
     loaded = Plan.from_toml(Plan.of(plan).to_toml()).stage

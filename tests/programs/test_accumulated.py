@@ -1,4 +1,4 @@
-"""Programs without stages that add up the gradients of microbatches before an update.
+"""Programs that add up the gradients of microbatches before an update, in one stage or two.
 
 Judged by one process in plain torch, in float64: on the whole batch at once, and with dropout on
 one microbatch after the other.
@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3": {"state": "zero3", "pins": data_parallel("data"), "clip_norm": 0.5},
     "local": {"batches": "local", "state": "zero2"},
     "tensor": {"pins": autopar.pins.megatron("data")},
+    "stages": {"stages": 2, "microbatches": COUNT, "accumulate": 1},
 }
 
 
@@ -74,9 +75,9 @@ def close(one: Tensor | None, other: Tensor) -> None:
 
 def train(case: str) -> None:
     """Trains beside plain torch on whole batches, and evaluates in between."""
-    options = CASES[case]
     alone = tagger()
-    program = autopar.compile(tagger(), LINE, optimizer=adam, accumulate=COUNT, shapes=2, **options)
+    options = {"accumulate": COUNT, **CASES[case]}
+    program = autopar.compile(tagger(), LINE, optimizer=adam, shapes=2, **options)
     optimizer = adam(alone.parameters())
     for number in range(3):
         whole = batch(number)
@@ -160,10 +161,10 @@ def test_the_plan_prices_memory_of_one_microbatch() -> None:
     whole = autopar.plan(tagger(), LINE, **given)
     cut = autopar.plan(tagger(), LINE, accumulate=COUNT, **given)
     assert cut.predicted.peak_bytes < whole.predicted.peak_bytes / 2
-    assert cut.stages[0].asked.accumulates
+    assert cut.stages[0].asked.whole_loss
 
 
 def test_what_contradicts_it_is_refused() -> None:
-    for options in ({"stages": 2}, {"schedule": "gpipe"}, {"microbatches": 2}, {"stages": "auto"}):
+    for options in ({"microbatches": 2}, {"stages": "auto"}):
         with pytest.raises(OptionError):
             autopar.plan(tagger(), LINE, example_inputs=batch(0), accumulate=2, **options)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
+from autopar.ir.graph import COUNTS
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, prepare
 from autopar.pins import data_parallel, megatron
@@ -214,7 +215,11 @@ class Jobs:
                 for n, s in enumerate(job.sources)
             ],
             job.placement,
-            {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
+            {
+                leaf.target: str(leaf.type)
+                for leaf in captured.graph.leaves("input")
+                if leaf.keyword(COUNTS) is None
+            },
             torch.device("cpu"),
             values_of(model, captured),
             Training(optimizer, job.case.clip),

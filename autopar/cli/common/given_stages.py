@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def stage_options(command: Command) -> Command:
-    """Adds the options --stages, --microbatches, --accumulate, --schedule and --execution."""
+    """Adds the options of microbatches, stages and their execution."""
     for option in (
         click.option(
             "--execution",
@@ -38,6 +38,11 @@ def stage_options(command: Command) -> Command:
             "--accumulate",
             type=click.IntRange(1, 2**20),
             help="Without stages: add up the gradients of so many microbatches before one update.",
+        ),
+        click.option(
+            "--mean-loss",
+            is_flag=True,
+            help="Train on the mean of the microbatches' losses, also if the batch has another.",
         ),
         click.option(
             "--microbatches",
@@ -81,7 +86,7 @@ def _head(plan: Plan) -> str:
     from autopar.cli.pipeline import step_range
 
     cut = f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages"
-    if plan.stages[0].asked.accumulates:
+    if len(plan.stages) == 1:
         cut = f"{plan.microbatches} microbatches accumulated"
     return (
         f"{cut}: "

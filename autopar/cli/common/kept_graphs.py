@@ -115,8 +115,8 @@ def _identity(wanted: ModelSpec) -> list[object]:
 
 def _capture_options(options: Options) -> list[object]:
     """Returns the options on which a graph depends."""
-    mixes, count = options.update.mixes, options.microbatches if options.accumulates else 1
-    return [str(options.precision), list(options.fuse), options.expert_load, mixes, count]
+    own = [options.expert_load, options.update.mixes, options.counted]
+    return [str(options.precision), list(options.fuse), *own]
 
 
 @cache

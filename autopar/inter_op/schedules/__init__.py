@@ -115,6 +115,12 @@ def allowed(text: str) -> frozenset[str]:
     return asked
 
 
+def computes_as_one(text: str) -> bool:
+    """Returns whether a schedule, with its options, computes what one device would."""
+    recipe = schedules().get(text.partition(" ")[0])
+    return recipe is None or not recipe.allow
+
+
 def check_allowed(text: str, allow: str) -> None:
     """Checks that a schedule may be used.
 

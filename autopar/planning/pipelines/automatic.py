@@ -9,14 +9,16 @@ from typing import TypedDict
 
 from autopar.errors import GraphError, InfeasibleError
 from autopar.inter_op.layers import find_layers
-from autopar.inter_op.schedules import candidates
+from autopar.inter_op.schedules import candidates, computes_as_one
 from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
 from autopar.passes.deepen import LEAST, deepen
+from autopar.passes.loss.whole_counts import count_whole_batch
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
+from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
@@ -93,8 +95,12 @@ class OnMicrobatches:
         seconds, _ = weights(graph, prepared, self.mesh, self.options)
         return Layered(graph, find_layers(prepared, seconds), self.more, samples)
 
-    def whole(self, microbatches: int) -> Graph:
-        """Returns all layers on one microbatch, normalised, without shares and repeats."""
+    def whole(self, microbatches: int, schedule: str) -> Graph:
+        """Returns all layers on one microbatch, normalised, without shares and repeats.
+
+        Raises:
+            OptionError: the losses of microbatches do not add up to that of the batch.
+        """
         samples = self.batch // microbatches
         graph = self._graph(samples)
         if self.more:
@@ -102,7 +108,10 @@ class OnMicrobatches:
                 graph = deepen(self.model.graph(samples, LEAST - 1), graph, self.more)
             except GraphError:  # the blocks differ
                 graph = self.model.graph(samples, LEAST + self.more)
-        return remove_shares(graph)
+        graph = remove_shares(graph)
+        if self.options.whole_loss and computes_as_one(schedule):
+            graph = verify(count_whole_batch(graph, microbatches))
+        return graph
 
     def _graph(self, samples: int) -> Graph:
         if samples > max(_TRACED) and self.model.scales:
@@ -147,7 +156,7 @@ def plan_pipeline(
         sized = OnMicrobatches(model, batch, mesh, options)
         searched = find_pipeline(sized, limit_of(mesh, options), progress, workers)
         progress("planning the stages")
-        graph = sized.whole(searched.pipeline.microbatches)
+        graph = sized.whole(searched.pipeline.microbatches, searched.pipeline.schedule)
         return searched, plan_of(searched, graph, mesh, options, trace, workers=workers)
 
 

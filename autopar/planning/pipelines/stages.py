@@ -128,7 +128,17 @@ def plan_stages(
             see `make_plan`.
     """
     rows = schedule_of(schedule, len(groups), microbatches)
-    options = options_for(replace(options, whole=mesh), rows)
+    options = options_for(
+        replace(
+            options,
+            whole=mesh,
+            stages=rows.stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            global_batch=None,
+        ),
+        rows,
+    )
     if rows.stages != len(ends) + 1:
         raise StageError(
             f"{len(ends) + 1} stages for the schedule {schedule!r}",

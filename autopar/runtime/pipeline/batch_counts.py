@@ -1,6 +1,7 @@
 """Adds up the counts of all microbatches before a step, for losses that divide by them.
 
-`passes/whole_counts.py` replaces a count of a microbatch by an input; its graph is in the program.
+`passes/loss/whole_counts.py` replaces a count of a microbatch by an input, whose graph is in the
+program.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, number, rewrite
 from autopar.ir.tensor import TensorType
 
-MEAN, _SUM = 1, 2  # at::Reduction
+MEAN, SUM = 1, 2  # at::Reduction
 # Losses whose mean is over the elements of their broadcast operands -> index of `reduction`.
 _ELEMENTWISE = {
     "aten.mse_loss": 2,
@@ -22,7 +22,21 @@ _ELEMENTWISE = {
     "aten.binary_cross_entropy_with_logits": 4,
 }
 _POOLED = {f"aten.adaptive_avg_pool{space}d": space for space in (1, 2, 3)}
+# Further losses -> index of `reduction`.
+_OTHER = {
+    "aten.multi_margin_loss": 5,
+    "aten.multilabel_margin_loss": 2,
+    "aten.ctc_loss.Tensor": 5,
+    "aten.ctc_loss.IntList": 5,
+    **_ELEMENTWISE,
+}
 LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
+
+
+def reduction_of(node: Node) -> int | None:
+    """Returns how a loss reduces the losses of its samples, None if the operator is no loss."""
+    position = 3 if node.op in LABELLED else _OTHER.get(node.op)
+    return None if position is None else number(argument(node, position, "reduction", MEAN), MEAN)
 
 
 def lower_means(graph: Graph) -> Graph:
@@ -79,8 +93,8 @@ def _summed(node: Node, position: int, editor: Editor) -> Node:
     kwargs = tuple(item for item in node.kwargs if item[0] != "reduction")
     name = editor.fresh(f"{node.name}_sum")
     if len(node.args) <= position:
-        return replace(node, name=name, kwargs=(*kwargs, ("reduction", _SUM)))
-    args = (*node.args[:position], _SUM, *node.args[position + 1 :])
+        return replace(node, name=name, kwargs=(*kwargs, ("reduction", SUM)))
+    args = (*node.args[:position], SUM, *node.args[position + 1 :])
     return replace(node, name=name, args=args, kwargs=kwargs)
 
 
