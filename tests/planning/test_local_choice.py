@@ -15,6 +15,7 @@ from autopar.planning.local_choice import ORDINARY, asks_for_local, offers, tabl
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.round_clock import FEW
 from tests.support.ranks import run_ranks
 
 SLOW = "cpu: node=2 @10MB/s 50us, gpu=1"
@@ -91,7 +92,7 @@ def test_permissions_are_names() -> None:
 def trained() -> tuple[str, float, float]:
     torch.manual_seed(0)
     with autopar.compile(Wide(), SLOW, example_inputs=BATCH, allow=LOCAL) as session:
-        for _ in range(4):
+        for _ in range(FEW + 1):  # a round, whose steps measure
             session.step(**BATCH)
         loss = session.eval_step(**BATCH).loss
         assert loss is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.ir.replicas.tau import Tau
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
-from autopar.runtime.outer.round_clock import RoundClock, best_tau
+from autopar.runtime.outer.round_clock import FEW, RoundClock, best_tau
 from autopar.runtime.outer.survivors import Survivors
 from autopar.runtime.ranks.channel import Channel, Waiting
 
@@ -92,7 +92,7 @@ class Rounds:
         self._told = torch.empty(0)
         self._telling: Waiting | None = None
         self._departed, self.clock = 0.0, RoundClock()
-        self.report = Report(tau=self._choose(math.nan, 1))
+        self.report = self._first()
 
     def step(self, loss: Tensor, rate: float) -> None:
         """Counts a local step and runs the synchronisation that is due after it.
@@ -266,6 +266,14 @@ class Rounds:
         best = best_tau(sync, step, late, taken)
         return before if (1 - _STEADY) * before <= best <= before else best
 
+    def _first(self) -> Report:
+        """Returns what is known before the first round.
+
+        If tau is measured, it has as many steps as show how long one takes with no message beside
+        it: later rounds may have no such steps.
+        """
+        return Report(tau=self._choose(math.nan, FEW))
+
     def _choose(self, loss: float, measured: int) -> int:
         return self._tau.steps_at(self.steps, loss, self.first_loss, measured)
 
@@ -328,7 +336,7 @@ class Rounds:
         self._facts, self._departed = None, 0.0
         self.clock.start()
         self._losses.zero_()
-        self.report = Report(tau=self._choose(math.nan, 1))
+        self.report = self._first()
 
     @property
     def losses(self) -> Tensor:
