@@ -176,7 +176,7 @@ def row(form: str, made: dict[str, Any], known: tuple[Tensor, ...]) -> dict[str,
     pairs = zip(made["seconds"][form, "here"], made["seconds"][form, "torch"], strict=True)
     return {
         "form": form.replace("zigzag", "ring zigzag"),
-        "torch": f"{PAIRS[form][0].lower()}{', balanced' if PAIRS[form][1] else ''}",
+        "torch_form": f"{PAIRS[form][0].lower()}{', balanced' if PAIRS[form][1] else ''}",
         "ms": round(1e3 * here, 1),
         "torch_ms": round(1e3 * there, 1),
         "ratio": round(statistics.median(a / b for a, b in pairs), 3),
