@@ -8,6 +8,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
 from autopar.passes.bags import lower_bags
+from autopar.passes.experts.looped_experts import find_looped
+from autopar.passes.experts.repeated_tokens import join_repeated
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.losses import lower_means
@@ -28,6 +30,8 @@ NORMALISING: tuple[Pass, ...] = (
     lower_linears,
     split_fused,
     find_mixtures,
+    find_looped,
+    join_repeated,
     lower_grouped,
     lower_means,
     lower_batch_norms,
