@@ -8,6 +8,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
 from autopar.passes.bags import lower_bags
+from autopar.passes.experts.batched_experts import find_batched
 from autopar.passes.experts.looped_experts import find_looped
 from autopar.passes.experts.repeated_tokens import join_repeated
 from autopar.passes.kernel_parts import part_kernels
@@ -32,6 +33,7 @@ NORMALISING: tuple[Pass, ...] = (
     find_mixtures,
     find_looped,
     join_repeated,
+    find_batched,
     lower_grouped,
     lower_means,
     lower_batch_norms,

@@ -171,6 +171,7 @@ def _scattered(of: ChosenElements, node: Node) -> Support | None:
 
 
 def _softmax(of: ChosenElements, node: Node) -> Support | None:
+    """A softmax or a sigmoid, which make minus infinity zero."""
     made = of.graph[node.inputs[0]]
     last = len(node.type.shape) - 1
     if made.op not in ("aten.scatter.src", "aten.scatter.value") or made.kwargs:
@@ -179,7 +180,8 @@ def _softmax(of: ChosenElements, node: Node) -> Support | None:
     ids = of.ids(index)
     empty = of.graph[base.name] if isinstance(base, Ref) else made
     never = empty.op == "aten.full" and empty.args[1] == -math.inf
-    along = dimension(dim, last + 1) == dimension(node.args[1], last + 1) == last
+    along = dimension(dim, last + 1) == last
+    along = along and (node.op == "aten.sigmoid" or dimension(node.args[1], last + 1) == last)
     if ids is None or not (never and along) or ids.dims[-1] not in (SLOT, "") or ids.pairs:
         return None
     return Support(ids, (*ids.dims[:-1], EXPERT), exact=False)
@@ -300,6 +302,7 @@ _RULES: dict[str, Callable[[ChosenElements, Node], Support | None]] = {
     "aten.scatter.src": _scattered,
     "aten.scatter.value": _scattered,
     "aten.softmax.int": _softmax,
+    "aten.sigmoid": _softmax,
     "aten.reshape": _reshaped,
     "aten.permute": _permuted,
     "aten.transpose.int": _transposed,

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopar.ir.graph import Arg, Graph, Name, Node, Ref
+from autopar.ir.graph import Graph, Name, Node, Ref
 from autopar.operators.activation import ACTIVATIONS
 from autopar.passes.expert_body import function_name
 from autopar.passes.experts.chosen_elements import is_zero
@@ -205,39 +205,47 @@ def _narrow(scale: Node, product: Node) -> bool:
 def read_expert(down: Node, graph: Graph) -> Expert | None:
     """Returns the expert that ends in a linear, None if it is none."""
     products: list[str] = []
-    text = _text(graph[down.inputs[0]], graph, products)
-    rows = {graph[name].inputs[0] for name in products}
-    if not text or len(rows) != 1 or len(products) > 2:
-        return None
-    act, gate, up = _named(text, products)
-    return Expert(rows.pop(), gate, up, down.name, act)
 
-
-def _text(node: Node, graph: Graph, products: list[str], depth: int = 0) -> str:
-    """Writes what lies between the products, which it collects; "" if it has no text."""
-    if node.op == LINEAR:
+    def leaf(node: Node) -> str:
+        if node.op != LINEAR:
+            return ""
         if node.name not in products:
             products.append(node.name)
         return f"@{products.index(node.name)}"
+
+    text = text_of(graph[down.inputs[0]], leaf, graph)
+    rows = {graph[name].inputs[0] for name in products}
+    if not text or len(rows) != 1 or len(products) > 2:
+        return None
+    act, gate, up = named_products(text, products)
+    return Expert(rows.pop(), gate, up, down.name, act)
+
+
+def text_of(node: Node, leaf: Callable[[Node], str], graph: Graph, depth: int = 0) -> str:
+    """Returns what lies between products as text, "" if there is something else.
+
+    Args:
+        node: the last value.
+        leaf: returns "@0" for the first product, "@1" for the second, "" for other values.
+        graph: the graph.
+        depth: how many values have been read.
+    """
+    if found := leaf(node):
+        return found
     name = function_name(node)
     if not name or depth > _DEEPEST or not node.args:
         return ""
-    parts = [*_arguments(node.args, graph, products, depth)]
+    parts = []
+    for arg in node.args:
+        if isinstance(arg, Ref):
+            parts.append(text_of(graph[arg.name], leaf, graph, depth + 1))
+        else:
+            plain = arg is None or (isinstance(arg, int | float) and not isinstance(arg, bool))
+            parts.append(repr(arg) if plain and not isinstance(arg, Name) else "")
     return f"{name}({', '.join(parts)})" if all(parts) else ""
 
 
-def _arguments(
-    args: tuple[Arg, ...], graph: Graph, products: list[str], depth: int
-) -> Iterator[str]:
-    for arg in args:
-        if isinstance(arg, Ref):
-            yield _text(graph[arg.name], graph, products, depth + 1)
-        else:
-            plain = arg is None or (isinstance(arg, int | float) and not isinstance(arg, bool))
-            yield repr(arg) if plain and not isinstance(arg, Name) else ""
-
-
-def _named(text: str, products: list[str]) -> tuple[str, str, str]:
+def named_products(text: str, products: list[str]) -> tuple[str, str, str]:
     """Returns the text with names, the product called gate, and the one called up."""
     if len(products) == 1:
         written = text.replace("@0", "up")
