@@ -14,7 +14,12 @@ from autopar.passes.experts.repeated_tokens import join_repeated
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.losses import lower_means
-from autopar.passes.masks.attention_masks import causal_masks, group_heads, simplify_masks
+from autopar.passes.masks.attention_masks import (
+    causal_masks,
+    group_heads,
+    note_seen,
+    simplify_masks,
+)
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
@@ -41,6 +46,7 @@ NORMALISING: tuple[Pass, ...] = (
     causal_masks,
     simplify_masks,
     group_heads,
+    note_seen,
     eliminate_dead,
 )
 # Passes that analyse a whole model, or one stage.

@@ -15,8 +15,8 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, rewrite
 from autopar.ir.tensor import TensorType
 from autopar.operators.mixture import GROUPED, MIXTURE
-from autopar.passes.expert_body import Body, find_body
-from autopar.passes.parameter_pieces import halves_of, is_whole
+from autopar.passes.experts.expert_body import Body, find_body
+from autopar.passes.experts.parameter_pieces import halves_of, is_whole
 from autopar.passes.template import Pattern
 
 _TEXT = """

@@ -20,7 +20,7 @@ from autopar.operators.activation import activate
 from autopar.operators.mixture import MIXTURE
 from autopar.passes.experts.chosen_elements import EXPERT, TOKEN, ChosenElements, Ids
 from autopar.passes.experts.expert_sums import bare, named_products, text_of
-from autopar.passes.parameter_pieces import halves_of, is_whole
+from autopar.passes.experts.parameter_pieces import halves_of, is_whole
 
 _BMM = "aten.bmm"
 
