@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.dtypes.autocast_gradients import GradientsInAutocast
 from autopar.capture.experts.expert_loops import ExpertLoops
+from autopar.capture.experts.expert_masks import ExpertMasks
 from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
 from autopar.capture.stand_ins.selected import apply, selects
@@ -93,7 +94,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.failed = self.opaque = ""
         self._gradients = GradientsInAutocast()
-        self._loops, self._counts = ExpertLoops(), RowCounts()
+        self._loops, self._counts, self._masks = ExpertLoops(), RowCounts(), ExpertMasks()
 
     def __torch_function__(
         self,
@@ -103,7 +104,7 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls `func`; raises CaptureError if the call or its result cannot be part of a graph."""
-        kwargs = kwargs or {}
+        kwargs, args = kwargs or {}, self._loops.numbered(args)
         name = str(getattr(func, "__name__", func))
         lost = lost_call(func, name, args, kwargs)
         if name == "_set_grad_enabled" and not self._gradients.switch(args[0]):
@@ -114,6 +115,9 @@ class Watch(TorchFunctionMode):
             func = Tensor.detach  # equal in values, and traceable
         if name in ("requires_grad_", "__get__") and accessed(func) in ("", "data"):
             self.opaque = current()
+        result = self._masks.call(func, name, args, kwargs)
+        if result is not NotImplemented:
+            return result
         truth = assumed(name, args, sys._getframe(1), current())
         if truth is not None:
             return truth
@@ -137,7 +141,7 @@ class Watch(TorchFunctionMode):
                 _refuse_unknown_sizes(item, name)
         self._loops.note(name, args, kwargs, result)
         self._counts.note(name, args, result)
-        return result
+        return self._masks.choices.noted(name, args, kwargs, result)
 
 
 def taken_out(where: str = "") -> CaptureError:

@@ -13,11 +13,23 @@ from rich.text import Text
 from autopar.cli.common.console import JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, shapes
 from autopar.cli.common.price_model import CALIBRATION
-from autopar.cli.common.replan import Answer, Case, instead, named, next_best, open_case, pinned
+from autopar.cli.common.replan import (
+    Answer,
+    Case,
+    by_form,
+    instead,
+    named,
+    next_best,
+    open_case,
+    pinned,
+    with_forms,
+)
 from autopar.errors import PinError
 from autopar.explain import Decision, decisions, render_difference, signed
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.operators.forms import PLAIN
 
+_SECONDS = ("step_seconds", "compute_seconds", "exchange_seconds", "reshard_seconds")
 MOST = 12  # decisions that one `why` solves again
 STAGE = click.option(
     "--stage", "number", type=click.IntRange(min=0),
@@ -52,7 +64,8 @@ def command(
 
     NAME is a parameter, an input, a module, a node such as %add_3 (all with wildcards, as in pins),
     or a line of the model's source. The model is planned again with the plan's layout excluded. For
-    a pipeline, the stage that contains NAME is planned, and all figures are per microbatch.
+    a pipeline, the stage that contains NAME is planned, and all figures are per microbatch. Where
+    an operator of NAME has several forms, such as attention in a ring, all of them are priced.
 
     \b
     autopar why plan.toml "transformer.h.*.mlp.c_fc.weight"
@@ -68,11 +81,18 @@ def command(
                 todo="give a name that matches fewer",
             )
         chosen = decisions(case.plan, case.graph)
+        formed = with_forms(case, name)
         answers = {node: tuple(next_best(case, chosen[node], others)) for node in nodes}
+        forms = {node: by_form(case, node) for node in formed[:MOST]}
     if as_json:
-        print_json([_json(chosen[node], answers[node]) for node in nodes])
+        found = [_json(chosen[node], answers.get(node, ())) for node in {**answers, **forms}]
+        for entry in found:
+            entry["forms"] = {k: asdict(v) for k, v in forms.get(entry["node"], {}).items()}
+        print_json(found)
         return
     _head(case)
+    for node, by_name in forms.items():
+        _print_forms(case, chosen[node], by_name)
     for node in nodes:
         _print(case, chosen[node], answers[node], everything)
 
@@ -152,6 +172,30 @@ def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everythi
             print_out(answer.missing, "")
     if answers[0].difference is not None:
         _print_difference(answers[0], everything)
+
+
+def _print_forms(case: Case, decision: Decision, answers: dict[str, Answer]) -> None:
+    """Prints what a step would take with each other form, and with the one that is chosen."""
+    print_out(Text("Forms of ").append(_title(decision)))
+    headings = ("form", "a step", "compute", "in operators", "resharding", "a device", "")
+    rows = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(headings):
+        justify: Any = "right" if 0 < number < len(headings) - 1 else "left"
+        rows.add_column(heading, justify=justify, overflow="fold")
+    own = case.plan.predicted
+    layout, _, form = decision.layout.partition(" by ")
+    rows.add_row(
+        f"{form or PLAIN} (chosen)", *(format_seconds(getattr(own, f)) for f in _SECONDS),
+        format_bytes(own.peak_bytes), layout,
+    )  # fmt: skip
+    for name, answer in answers.items():
+        if answer.difference is None:
+            rows.add_row(name, "", "", "", "", "", answer.missing)
+            continue
+        seconds = (format_seconds(answer.figure(figure)[0]) for figure in _SECONDS)
+        notes = "does not fit" if answer.missing else answer.layouts.partition(" by ")[0]
+        rows.add_row(name, *seconds, format_bytes(answer.figure("peak_bytes")[0]), notes)
+    print_out(rows, "")
 
 
 def _print_difference(answer: Answer, everything: bool) -> None:

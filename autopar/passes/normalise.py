@@ -8,10 +8,18 @@ from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
 from autopar.passes.bags import lower_bags
+from autopar.passes.experts.batched_experts import find_batched
+from autopar.passes.experts.looped_experts import find_looped
+from autopar.passes.experts.repeated_tokens import join_repeated
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.loss.means import lower_means
-from autopar.passes.masks.attention_masks import causal_masks, group_heads, simplify_masks
+from autopar.passes.masks.attention_masks import (
+    causal_masks,
+    group_heads,
+    note_seen,
+    simplify_masks,
+)
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
@@ -28,6 +36,9 @@ NORMALISING: tuple[Pass, ...] = (
     lower_linears,
     split_fused,
     find_mixtures,
+    find_looped,
+    join_repeated,
+    find_batched,
     lower_grouped,
     lower_means,
     lower_batch_norms,
@@ -35,6 +46,7 @@ NORMALISING: tuple[Pass, ...] = (
     causal_masks,
     simplify_masks,
     group_heads,
+    note_seen,
     eliminate_dead,
 )
 # Passes that analyse a whole model, or one stage.

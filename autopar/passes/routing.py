@@ -15,7 +15,8 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, rewrite
 from autopar.ir.tensor import TensorType
 from autopar.operators.mixture import GROUPED, MIXTURE
-from autopar.passes.expert_body import Body, find_body
+from autopar.passes.experts.expert_body import Body, find_body
+from autopar.passes.experts.parameter_pieces import halves_of, is_whole
 from autopar.passes.template import Pattern
 
 _TEXT = """
@@ -99,13 +100,13 @@ def find_mixtures(graph: Graph) -> Graph:
         name: 1 + mixture.body.into.turned * (name == mixture.body.into.weight)
         for mixture in mixtures
         for name in mixture.fused
-        if mixture.body.halves == "concatenated" and name and _own(graph[name], graph)
+        if mixture.body.halves == "concatenated" and name and is_whole(graph[name], graph)
     }
     halves: dict[str, tuple[Ref, Ref]] = {}
 
     def write(node: Node, editor: Editor) -> Node | Ref | None:
         if node.name in apart:
-            halves[node.name] = _pieces(node, apart[node.name], editor)
+            halves[node.name] = halves_of(node, apart[node.name], editor)
             return halves[node.name][0]
         mixture = totals.get(node.name)
         return None if mixture is None else _written(mixture, node, halves, editor)
@@ -187,19 +188,6 @@ def lower_grouped(graph: Graph) -> Graph:
     return rewrite(graph, write)
 
 
-def _pieces(node: Node, dim: int, editor: Editor) -> tuple[Ref, Ref]:
-    """Returns a parameter as two pieces along a dimension."""
-    shape, inner = node.type.shape, node.type.shape[dim] // 2
-    kind = TensorType(node.type.dtype, (*shape[:dim], inner, *shape[dim + 1 :]))
-    refs = []
-    for index, start in enumerate((0, inner)):
-        name = editor.fresh(f"{node.name}_{index}")
-        kwargs = (("dim", dim), ("start", start), ("length", inner))
-        editor.put(replace(node, name=name, kwargs=kwargs, types=(kind,)))
-        refs.append(Ref(name))
-    return refs[0], refs[1]
-
-
 def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     """Returns the mixture that ends in a sum, None if there is none."""
     pattern = _PATTERNS[node.op]
@@ -233,13 +221,6 @@ def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     if total is None or not fits:
         return None
     return _Mixture(total.name, x.name, ids.name, values["weights"].name, body)
-
-
-def _own(node: Node, graph: Graph) -> bool:
-    """Returns whether a value is a whole parameter that is read once."""
-    results = {name for _, name in graph.outputs}
-    whole = node.op == "param" and not node.kwargs
-    return whole and node.name not in results and len(graph.users[node.name]) == 1
 
 
 def _cast(node: Node, graph: Graph, dtype: str) -> Node | None:

@@ -149,3 +149,26 @@ def test_documents_are_balanced_by_what_they_see(count: int) -> None:
     mean = sum(seen) / count
     assert max(contiguous) > 1.4 * mean
     assert max(dealt) < 1.15 * mean
+
+
+@pytest.mark.parametrize("form", ["gathered", "ring"])
+def test_a_query_without_keys_weights_all_alike_under_the_lowest_number(form: str) -> None:
+    """As a softmax written out does; torch's fused kernel has other gradients there."""
+    tensors, _, given = draw(Shape((2, 2)))
+    mask = torch.zeros(17, 17, dtype=torch.float64)
+    mask[3:5] = mask[:, 9:] = torch.finfo(torch.float64).min
+    query, key, value = (x.requires_grad_() for x in tensors)
+    out = (query @ key.mT / query.shape[-1] ** 0.5 + mask).softmax(-1) @ value
+    expected = [out.detach(), *torch.autograd.grad(out, tensors, given)]
+
+    def on_one(rank: int, device: ThreadDevice) -> list[Tensor]:
+        run = device.group("x").own(17)
+        inputs = [x.detach().narrow(-2, *run).requires_grad_() for x in tensors]
+        attend = getattr(device, f"{form}_attention")
+        out = attend(*inputs, mask.narrow(0, *run), axis="x", size=(17, 17))
+        return [out.detach(), *torch.autograd.grad(out, inputs, given.narrow(-2, *run))]
+
+    parts = on_all_devices(Mesh.parse("cpu: x=3"), on_one)
+    for place, known in enumerate(expected):
+        found = torch.cat([part[place] for part in parts], -2)
+        torch.testing.assert_close(found, known, rtol=1e-9, atol=1e-9)

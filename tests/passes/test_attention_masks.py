@@ -7,9 +7,12 @@ from itertools import islice, product
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.capture.capture import capture
 from autopar.ir.graph_text import parse_graph
+from autopar.operators.attention.sequence_forms import ATTENTION, seen
 from autopar.passes.masks.attention_masks import causal_masks
 from autopar.passes.normalise import prepare
 from tests.support import models
@@ -93,3 +96,41 @@ def test_masks_of_numbers_are_what_they_are_as_a_whole() -> None:
 )
 def test_a_mask_of_a_million_positions_is_recognised(terms: tuple[str, ...], kind: str) -> None:
     assert recognised(terms, 2**20) == kind
+
+
+class Seen(nn.Module):
+    """Attention under masks of a window, written in two ways, and of documents in a packed row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 12)
+
+    def masks(self, positions: Tensor) -> list[Tensor]:
+        at = torch.arange(positions.shape[1])
+        key, query = at[None], at[:, None]
+        document = (positions == 0).cumsum(-1)
+        same = document[:, None, :, None] == document[:, None, None, :]
+        earlier = positions[:, None, None, :] <= positions[:, None, :, None]
+        return [
+            (key <= query) & (query - key < 5),
+            (key <= query) & (key > query - 5),
+            (key <= query) & same,
+            earlier & same,
+            same,
+        ]
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        query, key, value = (h.unsqueeze(1) for h in self.into(x).chunk(3, -1))
+        outs = [F.scaled_dot_product_attention(query, key, value, m) for m in self.masks(positions)]
+        return torch.stack(outs).square().mean()
+
+
+def test_prices_know_which_share_of_keys_a_mask_leaves() -> None:
+    model = Seen()
+    positions = torch.cat([torch.arange(n) for n in (9, 14, 17)])[None]
+    graph = prepare(capture(model, (torch.ones(1, 40, 4), positions)).graph)
+    found = [seen(node) for node in graph.nodes if node.op == ATTENTION]
+    shares = [float(mask.double().mean()) for mask in model.masks(positions)]
+    assert found[:2] == pytest.approx(shares[:2])
+    assert found[2:] == pytest.approx([41 / 80, 41 / 80, 1.0])  # what holds for any documents
+    assert all(bound >= share for bound, share in zip(found, shares, strict=True))

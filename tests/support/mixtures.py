@@ -104,8 +104,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "JetMoe": {"num_local_experts": 4, **_TWO, "kv_channels": 8},
+    "Llama4": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        **_TWO,
+        "intermediate_size_mlp": 24,
+        "interleave_moe_layer_step": 2,
+    },
     "Custom": {},
 }
+
+
+_CONFIGS = {"Llama4": "Llama4TextConfig"}
 
 
 class Routed(nn.Module):
@@ -189,12 +199,12 @@ def mixture(name: str, implementation: str = "grouped_mm") -> Made:
 
 def _model(name: str, implementation: str, draw: torch.Generator) -> nn.Module:
     sizes = {**_COMMON, **MIXTURES[name], "experts_implementation": implementation}
-    if name in ("Dbrx", "JetMoe"):  # which have their own loops only
+    if name in ("Dbrx", "JetMoe", "Llama4"):  # which have their own spellings only
         sizes.pop("experts_implementation")
     if name == "Custom":
         model: nn.Module = Custom(implementation == "eager")
     else:
-        config = getattr(transformers, f"{name}Config")(**sizes)
+        config = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))(**sizes)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():  # zeros would hide mistakes
         for tensor in model.parameters():

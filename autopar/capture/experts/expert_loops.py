@@ -42,11 +42,13 @@ class _Chosen:
     Attributes:
         ids: the experts of every token, [tokens, slots].
         dims: what its dimensions are: "token", "slot" and "expert".
+        experts: how many experts there are.
         seen: whether it says which experts have a row.
     """
 
     ids: Tensor
     dims: tuple[str, ...]
+    experts: int
     seen: bool = False
 
     def moved(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Chosen | None:
@@ -87,9 +89,18 @@ class ExpertLoops:
                 return _mask(chosen, args[1])
             return applied(func, args, kwargs)
         chosen = self._of(args[0]) if args else None
-        if name == "nonzero" and chosen is not None and chosen.seen and not kwargs.get("as_tuple"):
-            return Hits(chosen.ids)
+        if name == "nonzero" and chosen is not None and chosen.seen:
+            apart = bool(kwargs.get("as_tuple"))
+            hits = Hits(chosen.ids, chosen.experts, not apart)
+            return (hits,) if apart else hits
         return NotImplemented
+
+    @staticmethod
+    def numbered(args: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns arguments with numbers for experts whose numbers are known."""
+        return tuple(
+            arg.index() if isinstance(arg, Expert) and arg.numbered else arg for arg in args
+        )
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Remembers the result of a call from which a loop may come."""
@@ -97,7 +108,7 @@ class ExpertLoops:
             return
         chosen = self._of(args[0])
         if name == "one_hot" and args[0].dim() == 2:
-            chosen = _Chosen(args[0], ("token", "slot", "expert"))
+            chosen = _Chosen(args[0], ("token", "slot", "expert"), result.shape[-1])
         elif chosen is None or chosen.seen:
             return
         elif (
@@ -143,8 +154,11 @@ def applied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return replace(first, turned=not first.turned)
     if isinstance(first, Share) and (name, args[1:]) in _COLUMNS:
         return replace(first, column=True)
-    if isinstance(first, Expert | Hits) and name in _SAME[type(first)]:
-        return first
+    if isinstance(first, Expert) and name in ("squeeze", "item"):
+        return first.scalar()
+    if isinstance(first, Hits) and name in ("squeeze", "flatten", "tolist", "cpu", "detach"):
+        flat = name in ("squeeze", "flatten") or (name == "tolist" and not first.column)
+        return replace(first, column=first.column and not flat)
     if isinstance(first, Rows):
         return _of_rows(first, func, name, args[1:], kwargs)
     if name in FUNCTIONS and len(args) == 2 and isinstance(args[1], Rows) and not kwargs:
@@ -152,7 +166,6 @@ def applied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     raise refused(name)
 
 
-_SAME = {Expert: ("squeeze", "item"), Hits: ("squeeze", "flatten", "tolist", "cpu", "detach")}
 _COLUMNS: list[tuple[str, Any]] = [
     ("unsqueeze", (-1,)), ("unsqueeze", (1,)), ("getitem", ((slice(None), None),)),
     ("getitem", ((..., None),)),

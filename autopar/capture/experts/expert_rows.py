@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -70,24 +70,65 @@ for _name in [
 
 @dataclass(frozen=True, eq=False)
 class Hits(StandIn):
-    """The experts that have a row."""
+    """The experts that have a row.
+
+    Attributes:
+        ids: the experts of every token.
+        count: how many experts there are.
+        column: whether each is a tensor of one element.
+    """
 
     ids: Tensor
+    count: int
+    column: bool
 
     def __iter__(self) -> Iterator[Expert]:
-        yield Expert(self.ids)
+        first = Expert(self.ids, 0, self.column)
+        yield first
+        if first.numbered:  # it has been looked up in a list, which has a module for each
+            for number in range(1, self.count):
+                yield Expert(self.ids, number, self.column, [True])
 
 
 @dataclass(frozen=True, eq=False)
 class Expert(StandIn):
-    """An expert that stands for all of them."""
+    """An expert that stands for all of them, or one of them once its number is needed.
+
+    Attributes:
+        ids: the experts of every token.
+        number: its number.
+        column: whether it is a tensor of one element.
+        asked: not empty if its number has been needed.
+    """
 
     ids: Tensor
+    number: int = 0
+    column: bool = False
+    asked: list[bool] = field(default_factory=list)
+
+    @property
+    def numbered(self) -> bool:
+        """Returns whether it is one of them."""
+        return bool(self.asked)
+
+    def __index__(self) -> int:
+        self.asked.append(True)
+        return self.number
+
+    __int__ = __index__
 
     def __getitem__(self, index: Any) -> Expert:
         if index not in (0, -1):
             raise refused("__getitem__")
-        return self
+        return self.scalar()
+
+    def scalar(self) -> Expert:
+        """Returns the expert as a tensor without dimensions."""
+        return replace(self, column=False)
+
+    def index(self) -> int | slice:
+        """Returns what takes the part of this expert from a tensor of all."""
+        return slice(self.number, self.number + 1) if self.column else self.number
 
     def __eq__(self, other: object) -> bool:  # with the number of experts, which none has
         if isinstance(other, int):
@@ -121,6 +162,9 @@ class Count(StandIn):
 
     def __gt__(self, other: object) -> bool:
         return self != other
+
+    def __bool__(self) -> bool:
+        return True
 
     __hash__ = object.__hash__
 

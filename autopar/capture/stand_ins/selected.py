@@ -7,13 +7,16 @@ selected. Those rows contain ones, so that results are finite, and no gradient f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from autopar.errors import CaptureError
 
@@ -21,14 +24,17 @@ from autopar.errors import CaptureError
 _UNARY = """abs neg negative exp expm1 log log1p log2 sqrt rsqrt square sigmoid logsigmoid tanh sin
     cos erf relu gelu silu softplus leaky_relu elu hardtanh hardswish mish clamp clamp_min clamp_max
     clip float double half bfloat16 long int bool to type detach contiguous clone linear layer_norm
-    embedding logical_not __neg__ __invert__ __abs__"""
+    embedding logical_not rms_norm matmul glu __matmul__ __neg__ __invert__ __abs__"""
 _SEVERAL = """add sub subtract mul multiply div divide true_divide pow maximum minimum where eq ne
     lt le gt ge logical_and logical_or type_as __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
     __truediv__ __rtruediv__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__
     rsub"""
-_ALONG = "softmax log_softmax sum mean amax amin logsumexp argmax argmin norm normalize cumsum"
+_ALONG = (
+    "softmax log_softmax sum mean amax amin logsumexp argmax argmin norm normalize cumsum chunk"
+)
 _LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss
     binary_cross_entropy_with_logits"""
+_VIEWS = ("view", "reshape", "squeeze", "unsqueeze")
 _ROWWISE = frozenset((_UNARY + _SEVERAL).split())
 _FILLED = {"sum": 0.0, "mean": 0.0, "amax": -torch.inf, "amin": torch.inf, "logsumexp": -torch.inf}
 
@@ -58,7 +64,7 @@ class Selected:
         key: equal for masks that are the same.
     """
 
-    def __init__(self, rows: Tensor, mask: Tensor, key: object) -> None:
+    def __init__(self, rows: Tensor, mask: Tensor, key: _Key) -> None:
         self.rows, self.mask, self.key = rows, mask, key
         self.dtype, self.device, self.ndim = rows.dtype, rows.device, rows.ndim
 
@@ -69,6 +75,11 @@ class Selected:
         flat = mask.reshape(count)
         rows = torch.where(_beside(flat, len(rest) + 1), x.reshape(count, *rest), x.new_ones(()))
         return cls(rows, flat, _Key.of(mask))
+
+    @property
+    def source(self) -> Tensor:
+        """The mask as it was given."""
+        return self.key.mask
 
     def like(self, rows: Any) -> Any:
         """Returns the same selection of other rows."""
@@ -91,7 +102,7 @@ class Selected:
             raise AttributeError(name)
         if not callable(function):
             raise _refused(name)
-        return lambda *args, **kwargs: apply(function, (self, *args), kwargs)
+        return partial(handle_torch_function, function, (self,), self)
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -131,7 +142,13 @@ def selects(name: str, args: Sequence[Any]) -> bool:
     lists = (arg for arg in args if isinstance(arg, (tuple, list)))
     if any(isinstance(arg, Selected) for arg in chain(args, *lists)):
         return True
-    if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
+    if len(args) < 2 or not isinstance(args[0], Tensor):
+        return False
+    if name == "__getitem__" and isinstance(args[1], tuple):
+        mask, *rest = args[1] or (None,)
+        plain = all(isinstance(part, (int, slice)) or part is None for part in rest)
+        return plain and isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.ndim > 0
+    if not isinstance(args[1], Tensor):
         return False
     indexed = name == "__getitem__" or (name == "masked_select" and args[0].shape == args[1].shape)
     return indexed and args[1].dtype is torch.bool and args[1].ndim > 0
@@ -152,7 +169,9 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
     if off:
         raise _refused(name, "gradients are switched off inside an autocast block")
     if name in ("__getitem__", "masked_select") and not isinstance(args[0], Selected):
-        return Selected.of(args[0], args[1])
+        mask, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        rows = Selected.of(args[0], mask)
+        return rows[(slice(None), *rest)] if rest else rows
     if name == "__setitem__":
         return _assign(*args)
     given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Selected)]
@@ -172,15 +191,44 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
         return losses if reduction == "none" else _reduced(reduction, losses)
     if name in _ALONG.split():
         return _along(func, name, first, *args[1:], **kwargs)
+    if name == "dropout" and args[0] is first and not _drops(*args[1:], **kwargs):
+        return first
+    if name in _VIEWS and args[0] is first:
+        return _viewed(first, name, args[1:], kwargs)
     alone = args[0] is first and len(given) == 1
+    alone = alone and (first.ndim > 1 or name not in ("linear", "matmul", "__matmul__", "glu"))
     if not (alike if name in _SEVERAL.split() else alone and name in _UNARY.split()):
         raise _refused(name)
     return first.like(func(*map(_rows, args), **_mapped(kwargs)))
 
 
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
+
+
+def _viewed(of: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns rows with dimensions of one added, or taken away again."""
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or not all(isinstance(size, int) for size in sizes):
+        raise _refused(name)
+    if name == "squeeze":  # of rows whose number is unknown, so that they stay
+        (dim,) = sizes
+        return of.like(of.rows if dim % of.ndim == 0 else of.rows.squeeze(dim))
+    if name == "unsqueeze":
+        (dim,) = sizes
+        at = dim % (of.ndim + 1)
+        if at == 0:
+            raise _refused(name)
+        return of.like(of.rows.unsqueeze(at))
+    rest = of.rows.shape[1:]
+    if tuple(sizes[:1]) != (-1,) or math.prod(sizes[1:]) != math.prod(rest):
+        raise _refused(name)
+    return of.like(of.rows.reshape(of.rows.shape[0], *sizes[1:]))
+
+
 def _along(func: Any, name: str, of: Selected, *args: Any, **kwargs: Any) -> Any:
     """Applies a function along dimensions: within each row, or over the rows."""
-    at = 1 if name in ("norm", "normalize") else 0
+    at = 1 if name in ("norm", "normalize", "chunk") else 0
     dims = kwargs.get("dim", args[at] if len(args) > at else 1 if name == "normalize" else None)
     dims = [dims] if isinstance(dims, int) else dims or range(of.ndim)
     named = {dim % of.ndim for dim in dims}

@@ -19,9 +19,11 @@ from autopar.cli.common.price_model import prices
 from autopar.cli.explain import explained
 from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
+from autopar.intra_op.strategy import form_strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.operators.forms import PLAIN, forms_of
@@ -233,6 +235,35 @@ def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
         layouts = decisions(plan, case.graph)[decision.node].layout
         yield Answer(layouts, case.compared(plan, [decision.node]), seconds)
         excluded.append(_excluded(layouts, op))
+
+
+def with_forms(case: Case, name: str) -> list[str]:
+    """Returns operators of a name, or in the module of that name, that have forms on the mesh."""
+    graph, mesh = case.graph, case.plan.mesh
+    pin, pins = Pin.parse(f"by {PLAIN}"), Pins(graph, {})
+    nodes = [node for node in graph.folded if pins.speaks(name, pin, node)]
+    return [
+        node.name for node in nodes if any(form_strategies(node, operand_types(graph, node), mesh))
+    ]
+
+
+def by_form(case: Case, node: str) -> dict[str, Answer]:
+    """Returns the best plan with each form of an operator that the plan has not, or why not."""
+    chosen = decisions(case.plan, case.graph)[node].layout.partition(" by ")[2] or PLAIN
+    answers = {}
+    for name, needs in {PLAIN: "", **_needs(case.graph[node].op)}.items():
+        if name == chosen:
+            continue
+        try:
+            answers[name] = instead(case, [node], {f"%{node}": f"by {name}"})
+        except PinError as error:
+            why = f"it needs {needs}" if needs else error.why
+            answers[name] = Answer("", None, 0.0, f"It does not apply: {why}.")
+    return answers
+
+
+def _needs(op: str) -> dict[str, str]:
+    return {form.name: form.needs for form in forms_of(op)}
 
 
 def _excluded(layouts: str, op: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators.attention.part_sums import GradientSum, Result
-from autopar.operators.attention.partial_attention import Attention
+from autopar.operators.attention.partial_attention import Attention, settled
 from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequences import Run, length
 
@@ -51,7 +51,7 @@ class _GatheredAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        parts = Result(query, key, value, how)
+        parts, mask = Result(query, key, value, how), settled(mask)
         for turn, _ in _Rows(key, value, ring).turns(query, mask, how):
             turn.attend(parts)
         out, lse = parts.total()

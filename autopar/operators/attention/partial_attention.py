@@ -87,6 +87,21 @@ def partial_attention(
     return weights @ widened(values), lse
 
 
+def settled(mask: Tensor | None) -> Tensor | None:
+    """Returns a mask whose rows that hide every key by the lowest number are infinite.
+
+    Such a number leaves nothing of a score that it is added to, so that all keys weigh alike; the
+    lse of the row would not say how many there are.
+    """
+    if mask is None or not mask.is_floating_point():
+        return mask
+    most = mask.detach().amax(-1, keepdim=True)
+    hides = (most <= torch.finfo(mask.dtype).min / 2) & (most > -torch.inf)
+    if not hides.is_cuda and not bool(hides.any()):
+        return mask
+    return mask.masked_fill(hides, torch.inf)
+
+
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges attention of the same queries over other keys into `out` and `lse`.
 
@@ -168,8 +183,8 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, how: Attention, ahe
     scores = widened(query) @ widened(key).mT * how.factor(query)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        scores = scores + mask
+    elif mask is not None:  # a query that sees no key weights all alike, see `settled`
+        scores = (scores + mask).masked_fill(mask == torch.inf, 0)
     if how.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(ahead)
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -20,6 +20,7 @@ from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
+    settled,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
 from autopar.operators.peer_devices import Peers, flattened
@@ -157,7 +158,7 @@ class _RingAttention(torch.autograd.Function):
         how: Attention,
         ring: Ring,
     ) -> Tensor:
-        parts = Result(query, key, value, how)
+        parts, mask = Result(query, key, value, how), settled(mask)
         for turn, keys, values in _blocks(key, value, ring):
             Turn(query, keys, values, mask, how, ring, turn).attend(parts)
         out, lse = parts.total()

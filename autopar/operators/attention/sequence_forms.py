@@ -18,6 +18,7 @@ from autopar.operators.device_work import Gemm, NodeWork, Work
 from autopar.operators.form import Kwargs, Layouts, Part, Types
 
 ATTENTION = "aten.scaled_dot_product_attention"
+SEEN = "seen"  # a keyword of the operator, for prices only: the share of keys that a mask leaves
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Sizes:
 def is_causal(node: Node) -> bool:
     """Returns whether attention has a causal mask by name."""
     return argument(node, 5, "is_causal") is True
+
+
+def seen(node: Node) -> float:
+    """Returns the share of all keys that a mask leaves the average query, 1 if that is unknown."""
+    share = node.keyword(SEEN, 1.0)
+    return share if isinstance(share, float) else 1.0
 
 
 def mask_of(node: Node) -> Arg:

@@ -1,6 +1,7 @@
 """Attention under a mask of documents or windows, balanced by the keys that queries see.
 
-What a mask hides is known only in training. So prices take the whole square, and a pin asks for it.
+A block of queries reads the keys between the first and the last that one of them sees. Prices take
+what is known of the mask before training, such as a window; what documents hide is not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autopar.operators.attention.sequence_forms import (
     kernels,
     mask_of,
     scores_bytes,
+    seen,
     specified,
     split,
     written,
@@ -69,7 +71,9 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    return kernels(part, 1.0)
+    """Returns the work of a device's blocks, which see a block more than each of their queries."""
+    blocks = BLOCKS * part.ways(split(part))
+    return kernels(part, min(1.0, seen(part.node) + 1.0 / blocks))
 
 
 def _scratch(part: Part) -> tuple[float, float]:
@@ -81,6 +85,7 @@ def _scratch(part: Part) -> tuple[float, float]:
     return whole + masks + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
 
 
+BLOCKS = 8  # of queries, for each device
 NEEDS = "a bool mask of all queries and keys, a sequence of both that is split, and no dropout"
 FORM = Form(
     "balanced",

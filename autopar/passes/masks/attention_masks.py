@@ -12,8 +12,9 @@ from torch import Tensor
 
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, rewrite, writes
+from autopar.operators.attention.sequence_forms import SEEN
 from autopar.operators.interpret import execute
-from autopar.passes.masks.mask_intervals import kind_by_intervals
+from autopar.passes.masks.mask_intervals import kind_by_intervals, seen_at_most
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 # Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.
@@ -225,6 +226,32 @@ def _kind(mask: Tensor | None) -> str:
     size = mask.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool).tril()
     return "causal" if bool((mask == causal).all()) else ""
+
+
+def note_seen(graph: Graph) -> Graph:
+    """Returns `graph` whose attention says, for prices, which share of keys its masks leave.
+
+    A window is known before training; of documents only that no query sees later keys, if so.
+    """
+    numbers = _constants(graph)
+    shares: dict[str, float] = {}
+
+    def evaluate(name: str) -> Tensor | None:
+        return _evaluate(graph, name) if name in numbers else None
+
+    def note(node: Node, editor: Editor) -> Node | None:
+        mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
+        if node.op != _ATTENTION or not isinstance(mask, Ref) or dropout or node.keyword(SEEN):
+            return None
+        kind = graph[mask.name].type
+        if kind.dtype != "bool" or len(kind.shape) < 2 or min(kind.shape[-2:]) < 2:
+            return None
+        if mask.name not in shares:
+            shares[mask.name] = seen_at_most(graph, mask.name, evaluate)
+        share = shares[mask.name]
+        return replace(node, kwargs=(*node.kwargs, (SEEN, share))) if share < 1 else None
+
+    return rewrite(graph, note)
 
 
 def group_heads(graph: Graph) -> Graph:

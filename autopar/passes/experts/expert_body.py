@@ -109,6 +109,13 @@ def _product(node: Node, graph: Graph) -> Product | None:
     return Product(rows, weight, turned, bias, ends, chosen)
 
 
+def function_name(node: Node) -> str:
+    """Returns the name of an operator element by element, "" for others."""
+    if node.op == "aten.gelu":
+        return "gelu_tanh" if node.keyword("approximate", "none") == "tanh" else "gelu"
+    return "" if node.kwargs else _NAMES.get(node.op, "")
+
+
 class _Reader:
     """Writes the values between the products as text.
 
@@ -128,7 +135,7 @@ class _Reader:
         if leaf:
             self.seen.add(leaf)
             return leaf
-        name = self._function(node)
+        name = function_name(node)
         if not name or depth > 20 or not node.args:
             return ""
         parts = [self._argument(arg, depth) for arg in node.args]
@@ -139,12 +146,6 @@ class _Reader:
             return self.text(self.graph[arg.name], depth + 1)
         plain = arg is None or (isinstance(arg, int | float) and not isinstance(arg, bool))
         return repr(arg) if plain and not isinstance(arg, Name) else ""
-
-    def _function(self, node: Node) -> str:
-        """Returns the name of an operator element by element, "" for others."""
-        if node.op == "aten.gelu":
-            return "gelu_tanh" if node.keyword("approximate", "none") == "tanh" else "gelu"
-        return "" if node.kwargs else _NAMES.get(node.op, "")
 
     def _leaf(self, node: Node) -> str:
         """Returns "gate" or "up" if a value is that, else ""."""

@@ -1,0 +1,218 @@
+"""Knows which tensors of a trace say which experts a token chose.
+
+`topk` and `argmax` give the experts of every token, each at most once; comparisons with a number,
+`one_hot`, views and sums of these keep that meaning. Dimensions are named: "token", "slot" (of the
+several choices of a token), and "expert".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IDS, MASK, ANY = "ids", "mask", "any"
+_SAME = """to long int bool float half double bfloat16 type type_as contiguous detach clone
+    int32 int64"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Meaning of a tensor.
+
+    Attributes:
+        what: `IDS` for numbers of experts, `MASK` for nonzero elements where one is chosen, `ANY`
+            for a scalar that is nonzero if any is.
+        dims: names of the dimensions.
+        root: the ids, by which two meanings are compared.
+        expert: the expert of a mask without that dimension.
+    """
+
+    what: str
+    dims: tuple[str, ...]
+    root: int
+    expert: int | None = None
+
+    def without(self, at: set[int], **changes: Any) -> Choice:
+        """Returns the meaning with some dimensions gone."""
+        dims = tuple(dim for n, dim in enumerate(self.dims) if n not in at)
+        return replace(self, dims=dims, **changes)
+
+
+Step = Callable[[Choice, Tensor, Sequence[Any], dict[str, Any], Any], Choice | None]
+
+
+@dataclass
+class Choices:
+    """Meanings of the tensors of one trace, by identity."""
+
+    _known: dict[int, tuple[Tensor, int, Choice]] = field(default_factory=dict)
+    _masks: dict[object, Tensor] = field(default_factory=dict)
+
+    def of(self, x: Any) -> Choice | None:
+        """Returns the meaning of a value, None if it has none or was written since."""
+        tensor, version, choice = self._known.get(id(x), (None, 0, None))
+        return choice if tensor is not None and tensor._version == version else None
+
+    def noted(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+        """Remembers what the result of a call means.
+
+        Returns:
+            The result, or an earlier mask of the same meaning, so that equal masks are one tensor.
+        """
+        if not args or not isinstance(args[0], Tensor):
+            return result
+        source, choice = args[0], self.of(args[0])
+        if choice is None:
+            choice = _routed(name, source, args[1:], kwargs)
+            ids = result[1] if choice and isinstance(result, tuple) else result
+            if choice is not None and isinstance(ids, Tensor):
+                self._known[id(ids)] = ids, ids._version, replace(choice, root=id(ids))
+            return result
+        step = _STEPS.get(name.strip("_"))
+        if step is None or not isinstance(result, Tensor):
+            return result
+        choice = step(choice, source, args[1:], kwargs, result)
+        return result if choice is None else self.meaning(result, choice)
+
+    def meaning(self, x: Tensor, choice: Choice) -> Tensor:
+        """Remembers what a tensor means; returns it, or an earlier mask of the same meaning."""
+        if choice.what == MASK:
+            key = (choice, tuple(x.shape), x.dtype)
+            earlier = self._masks.setdefault(key, x)
+            if self.of(earlier) == choice:
+                return earlier
+            self._masks[key] = x
+        self._known[id(x)] = x, x._version, choice
+        return x
+
+
+def _routed(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Choice | None:
+    """Returns the meaning of the indices of the largest elements of the last dimension."""
+    if name not in ("topk", "sort", "argsort", "argmax", "max") or not x.dim():
+        return None
+    at = 1 if name == "topk" else 0
+    dim = kwargs.get("dim", args[at] if len(args) > at else None if "max" in name else -1)
+    if not isinstance(dim, int) or dim % x.dim() != x.dim() - 1:
+        return None
+    tokens = ("token",) * (x.dim() - 1)
+    if "max" not in name:
+        return Choice(IDS, (*tokens, "slot"), 0)
+    kept = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    return Choice(IDS, (*tokens, "slot") if kept else tokens, 0)
+
+
+def _viewed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    """Tokens may be folded, and tokens with all of their slots."""
+    old, new = x.shape, result.shape
+    rest = len(of.dims)
+    while rest and of.dims[rest - 1] != "token":
+        rest -= 1
+    if set(of.dims[:rest]) - {"token"}:
+        return of if old == new else None
+    tail = len(of.dims) - rest
+    if tail == 0 or (tuple(old[rest:]) == tuple(new[len(new) - tail :]) and len(new) >= tail):
+        return replace(of, dims=("token",) * (len(new) - tail) + of.dims[rest:])
+    return replace(of, dims=("token",)) if of.dims[rest:] == ("slot",) and len(new) == 1 else None
+
+
+def _permuted(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    given = kwargs.get("dims", args[0] if args and not isinstance(args[0], int) else args)
+    return _reordered(of, [at % len(of.dims) for at in given])
+
+
+def _transposed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    order = list(range(len(of.dims)))
+    first, second = args if len(args) == 2 else (0, 1)
+    if kwargs or (not args and len(order) != 2):
+        return None
+    order[first], order[second] = order[second], order[first]
+    return _reordered(of, order)
+
+
+def _reordered(of: Choice, order: list[int]) -> Choice | None:
+    """Returns the meaning with dimensions in another order, None if that is one of tokens, too."""
+    tokens = [at for at in order if of.dims[at] == "token"]
+    dims = tuple(of.dims[at] for at in order)
+    return replace(of, dims=dims) if tokens == sorted(tokens) else None
+
+
+def _equal(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    number = args[0] if args else None
+    plain = isinstance(number, int) and not isinstance(number, bool)
+    return replace(of, what=MASK, expert=number) if plain and of.what == IDS else None
+
+
+def _one_hot(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    return replace(of, what=MASK, dims=(*of.dims, "expert")) if of.what == IDS else None
+
+
+def _reduced(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    """Over all elements, or over slots, of which at most one is chosen."""
+    if of.what != MASK:
+        return None
+    dim = kwargs.get("dim", args[0] if args else None)
+    if dim is None:
+        return (
+            Choice(ANY, (), of.root, of.expert) if not kwargs and "expert" not in of.dims else None
+        )
+    at = {d % len(of.dims) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
+    kept = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    slots = all(of.dims[n] == "slot" for n in at)
+    return of.without(at) if slots and not kept and isinstance(result, Tensor) else None
+
+
+def _taken(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    """A slot or an expert by its number, or a run of slots."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if len(index) > len(of.dims) + 1:
+        return None
+    if Ellipsis in [i if i is Ellipsis else None for i in index]:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (len(of.dims) - len(index) + 1), *index[at + 1 :])
+    gone, expert, one, part_of_slots = set(), of.expert, -1, False
+    for n, part in enumerate(index):
+        if isinstance(part, int) and not isinstance(part, bool) and of.dims[n] != "token":
+            gone.add(n)
+            part_of_slots |= of.dims[n] == "slot"
+            expert = part % x.shape[n] if of.dims[n] == "expert" else expert
+        elif isinstance(part, slice) and of.dims[n] == "expert" and result.shape[n] == 1:
+            expert, one = part.indices(x.shape[n])[0], n
+        elif not isinstance(part, slice) or (part != slice(None) and of.dims[n] != "slot"):
+            return None
+        part_of_slots |= part != slice(None) and of.dims[n] == "slot"
+    root = id(result) if part_of_slots else of.root
+    dims = tuple("one" if n == one else dim for n, dim in enumerate(of.dims))
+    return replace(of, dims=dims).without(gone, expert=expert, root=root)
+
+
+def _compared(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    return of if of.what in (MASK, ANY) and tuple(args) == (0,) else None
+
+
+def _same(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    return None if of.what == IDS and result.dtype == torch.bool else of
+
+
+def _squeezed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    dim = kwargs.get("dim", args[0] if args else None)
+    if not isinstance(dim, int):
+        return of if x.shape == result.shape else None
+    return of if x.shape == result.shape else of.without({dim % x.dim()})
+
+
+_STEPS: dict[str, Step] = {
+    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys(("view", "reshape", "flatten", "ravel"), _viewed),
+    **dict.fromkeys(("any", "sum", "amax", "count_nonzero"), _reduced),
+    **dict.fromkeys(("gt", "greater", "ne", "not_equal"), _compared),
+    **dict.fromkeys(("transpose", "t", "swapaxes"), _transposed),
+    "eq": _equal,
+    "one_hot": _one_hot,
+    "permute": _permuted,
+    "getitem": _taken,
+    "squeeze": _squeezed,
+}

@@ -1,0 +1,69 @@
+"""`autopar why` prices every form of attention, as planning with a pin on it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.ir.mesh import Mesh
+from autopar.operators.forms import forms_of
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from tests.cli.test_commands import run
+
+MESH = "toy[1TFLOP/s 1GB 100GB/s]: cp=2 @10GB/s 1us"
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (h.unflatten(-1, (2, 4)).transpose(1, 2) for h in self.into(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = Heads()
+
+    def forward(self, x):
+        return self.heads(x).square().sum()
+
+def model():
+    return Model(), {"x": torch.zeros(1, 256, 8)}
+"""
+
+
+def test_every_form_has_its_price_or_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "heads.py").write_text(MODEL)
+    model, plan = f"{tmp_path / 'heads.py'}:model", tmp_path / "plan.toml"
+    run("plan", model, "--mesh", MESH, "-o", plan)
+    found = json.loads(run("why", plan, "heads", "--model", model, "--json").stdout)
+    (decision,) = [entry for entry in found if entry["forms"]]
+    space: dict[str, Any] = {}
+    exec(MODEL, space)
+    module, batch = space["model"]()
+    graph = capture_graph(module, (), batch, Options(), Trace(None)).graph
+    names = {form.name for form in forms_of(graph[decision["node"]].op)} | {"plain"}
+    chosen = decision["layout"].partition(" by ")[2] or "plain"
+    assert set(decision["forms"]) == names - {chosen}
+    assert "two axes" in decision["forms"]["ulysses ring"]["missing"]
+    priced = {name: it for name, it in decision["forms"].items() if it["difference"]}
+    assert {"ring", "gathered", "ring zigzag"} <= set(priced) | {chosen}
+    for name, answer in priced.items():
+        options = Options(pins={f"%{decision['node']}": f"by {name}"})
+        again = make_plan(graph, Mesh.parse(MESH), options, Trace(None))
+        figures = {figure["name"]: figure["after"] for figure in answer["difference"]["figures"]}
+        assert figures["step_seconds"] == pytest.approx(again.predicted.step_seconds, rel=1e-9)
+    text = run("why", plan, "heads", "--model", model).stdout
+    assert all(name in text for name in names)

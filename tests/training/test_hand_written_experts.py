@@ -1,0 +1,85 @@
+"""Mixtures that are written as loops over modules train on several ranks as they do on one."""
+
+from __future__ import annotations
+
+import importlib
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture.capture import Captured
+from autopar.operators.mixture import MIXTURE
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+from tests.support.expert_loops import MIXTURES, WIDTH, Gated, Layers, Plain
+from tests.support.ranks import run_ranks
+from tests.training.test_expert_parallel import WAYS, only
+from tests.training.test_families import STEPS, TOLERANCE, Run, sgd
+
+TOKENS = 8
+Jobs = dict[tuple[str, str], Captured]  # body and way -> the captured model
+
+
+def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Two blocks in float64, the same at every call; all tokens choose the first experts."""
+    torch.manual_seed(0)
+    model = Layers(MIXTURES[name], (Plain, Gated)[len(name) % 2]).double()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0, 0.0]))
+    return model, {"x": torch.randn(TOKENS, WIDTH, dtype=torch.float64)}
+
+
+def train_whole(name: str) -> Run:
+    """On one device, by the loop itself."""
+    model, batch = make(name)
+    optimizer, losses = sgd(list(model.parameters())), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Run(losses, dict(model.state_dict()))
+
+
+def train(jobs: Jobs) -> dict[tuple[str, str], Run]:
+    """The runs of this rank."""
+    compiler = importlib.import_module("autopar.session.compiler")
+    runs = {}
+    for (name, way), captured in jobs.items():
+        model, batch = make(name)
+        with patch.object(compiler, "capture_parts", lambda *_, c=captured: c), only(way):
+            program = autopar.compile(model, WAYS[way][0], optimizer=sgd, example_inputs=batch)
+        losses = [program.step(**batch).item() for _ in range(STEPS)]
+        runs[name, way] = Run(losses, program.state_dict(), program.source)
+    return runs
+
+
+def check(pairs: list[tuple[str, str]], count: int) -> None:
+    jobs = {}
+    for name, way in pairs:
+        model, batch = make(name)
+        captured = capture_graph(model, (), batch, Options(), Trace(None))
+        assert any(node.op == MIXTURE for node in captured.graph.nodes), name
+        jobs[name, way] = captured
+    ranks = run_ranks(train, jobs, count=count)
+    for name, way in pairs:
+        whole = train_whole(name)
+        runs = [rank[name, way] for rank in ranks]
+        assert max(max(run.errors(whole)) for run in runs) <= TOLERANCE, (name, way)
+        assert "over=" in runs[0].source or "direct" in way, (name, way)
+
+
+def test_ranks_without_a_token() -> None:
+    check([("mixtral", "pair")], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "pair"])
+def test_every_loop_on_four_ranks(way: str) -> None:
+    check([(name, way) for name in MIXTURES], 4)
