@@ -42,7 +42,7 @@ from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
 from autopar.planning.options import AUTO, Options
 from autopar.planning.planner import Planner, make_plan
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import check_prices, cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 
@@ -220,7 +220,8 @@ def command(
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None
-    limit = device(devices).usable if before is None else min(before.limit, device(devices).usable)
+    usable = min(device(part).usable for part in devices.parts)
+    limit = None if devices.unlike else usable if before is None else min(before.limit, usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -254,9 +255,10 @@ def command(
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
         options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
-    prices = cost_model(mesh, options)  # refuses bad options before a model is traced
+    staged = options.searches_stages or options.is_pipeline
+    check_prices(mesh, options, staged)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
-    if options.searches_stages or options.is_pipeline:
+    if staged:
         show = _pipeline if options.searches_stages else show_given
         show(spec, mesh, options, output, as_json)
         return
@@ -270,7 +272,12 @@ def command(
         best = make_plan(graph, mesh, options, tracer)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
         explanation = explained(
-            graph, best, best.limit, options.table, prices, peak=best.predicted.peak_bytes
+            graph,
+            best,
+            best.limit,
+            options.table,
+            cost_model(mesh, options),
+            peak=best.predicted.peak_bytes,
         )
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
