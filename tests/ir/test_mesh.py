@@ -59,6 +59,8 @@ def test_unlike_parts_read_back_and_number_ranks_one_after_another() -> None:
     ]  # fmt: skip
     assert mesh.spans_parts(12, 8)
     assert not mesh.spans_parts(8, 8)
+    with pytest.raises(MeshError, match="A100-80: gpu=0"):
+        Mesh.parse("H100: gpu=2 + A100-80: gpu=0")
     for refused in (lambda: mesh.part_of(22), lambda: mesh.coordinate(0), lambda: mesh.axis("gpu")):
         with pytest.raises(MeshError):
             refused()
@@ -68,7 +70,7 @@ def test_unlike_parts_read_back_and_number_ranks_one_after_another() -> None:
     "text",
     ["", "H100", "H100 gpu=4", "H100: gpu=0", "H100: gpu", "H100: gpu=2, gpu=2", "H100: gpu=-1",
      "H100: gpu=2 @0GB/s", "H100: gpu=2 @nanGB/s", "H100: gpu=2 @5", "chip[4 5]: gpu=2",
-     "H100: gpu=2 3parsec", "H100: 2gpu=2", "H100: gpu=2 + A100-80: gpu=0"],
+     "H100: gpu=2 3parsec", "H100: 2gpu=2"],
 )  # fmt: skip
 def test_bad_mesh_texts_are_named(text: str) -> None:
     with pytest.raises(MeshError) as caught:

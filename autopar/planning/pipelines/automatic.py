@@ -30,7 +30,7 @@ from autopar.planning.pipelines.streaming import (
     options_for,
     trains_shared,
 )
-from autopar.planning.prices import limits_of
+from autopar.planning.prices import check_prices, limits_of
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
@@ -142,7 +142,9 @@ def plan_pipeline(
 
     Raises:
         InfeasibleError: no pipeline fits into memory.
+        CalibrationError, PrecisionError, UnknownDeviceError, CostError: see `cost_model`.
     """
+    check_prices(mesh, options, staged=True)
     with Workers(None if mesh.size >= MANY else 0) as workers:
         sized = OnMicrobatches(model, batch, mesh, options)
         searched = find_pipeline(sized, limits_of(mesh, options), progress, workers)
