@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import pins
 from autopar.cli.common.model_options import model_of_any_size
+from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
@@ -190,8 +191,8 @@ def pipedream(bench: Bench) -> Answer:
     held = [
         bench.costs.alone(kind, bench.case.batch)[1] / 8 for kind in bench.kinds
     ]  # bytes, 16 bit
-    model, layers, total = bench.borders.messages.price(bench.mesh), len(weights), bench.mesh.size
-    link = model.network.levels((bench.mesh.names[0],))[0].bandwidth
+    layers, total = len(weights), bench.mesh.size
+    link = AnalyticModel(bench.mesh).network.levels((bench.mesh.names[0],))[0].bandwidth
     before = [0.0, *(bench.borders.nbytes(pair)[0] for pair in pairwise(bench.kinds))]
     at = np.cumsum([0.0, *weights]), np.cumsum([0.0, *held])
     best = np.full((layers + 1, total + 1), np.inf)
