@@ -220,8 +220,6 @@ def command(
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None
-    usable = min(device(part).usable for part in devices.parts)
-    limit = None if devices.unlike else usable if before is None else min(before.limit, usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -241,7 +239,7 @@ def command(
     }
     options = replace(
         Options() if before is None else Options.like(before),
-        memory=limit if memory is None else parse_quantity(memory, "B"),
+        memory=_limit(memory, devices, before),
         trace=trace,
         pins=read_pins(texts, plans, layouts, source, forms),
         table=table(own_rules(rule_files)),
@@ -271,20 +269,24 @@ def command(
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
-        explanation = explained(
-            graph,
-            best,
-            best.limit,
-            options.table,
-            cost_model(mesh, options),
-            peak=best.predicted.peak_bytes,
-        )
+        prices, peak = cost_model(mesh, options), best.predicted.peak_bytes
+        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
         _print(best, explanation, headed(graph, options), rounds)
     _save(plan, model, output)
+
+
+def _limit(memory: str | None, mesh: Mesh, before: StagePlan | None) -> float | None:
+    """Returns the limit of a device in bytes; None if each of unlike devices has its own."""
+    if memory is not None:
+        return parse_quantity(memory, "B")
+    if mesh.unlike:
+        return None
+    usable = device(mesh).usable
+    return usable if before is None else min(before.limit, usable)
 
 
 def _microbatches(microbatches: int | None, accumulate: int | None) -> dict[str, Any]:
