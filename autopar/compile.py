@@ -19,7 +19,7 @@ from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import check_prices
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
@@ -219,7 +219,8 @@ def compile(
     compiler = Compiler(devices, asked, plan, outer_of(options, plan))
     if how.cuda_graph and compiler.has_stages:
         refuse_graphs_of_stages()
-    cost_model(devices, asked)  # refuses bad options before the model is captured
+    # refuses bad options before the model is captured
+    check_prices(devices, asked, compiler.has_stages)
     session = Session(model, devices, trained, how, compiler)
     if example_inputs is not None:
         call = Call.of(model, example_inputs)

@@ -267,6 +267,8 @@ class Plan:
             last = max(stage.starts, default=0) + stage.mesh.size
             if not stage.starts or min(stage.starts) < 0 or last > self.mesh.size:
                 faults.append(f"stage {number} runs on ranks that {self.mesh} does not have")
+            elif any(self.mesh.spans_parts(start, stage.mesh.size) for start in stage.starts):
+                faults.append(f"collectives of stage {number} would span two parts of {self.mesh}")
         if len({stage.precision for stage in self.stages}) > 1:
             faults.append("the stages differ in their precision")
         spans = {(start, stage.mesh.size) for stage in self.stages for start in stage.starts}

@@ -268,8 +268,9 @@ class StagePlan:
 
 
 def check_mesh(planned: Mesh, mesh: Mesh) -> None:
-    """Raises PlanMismatchError unless two meshes have the same axes."""
-    if planned.names != mesh.names or planned.shape != mesh.shape:
+    """Raises PlanMismatchError unless two meshes have the same parts with the same axes."""
+    axes = [[(part.names, part.shape) for part in one.parts] for one in (planned, mesh)]
+    if axes[0] != axes[1]:
         raise PlanMismatchError(
             "the plan is for another mesh", why=f"plan: {planned}; here: {mesh}"
         )

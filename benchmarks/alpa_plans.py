@@ -34,8 +34,9 @@ from autopar.passes.normalise import FINDING, NORMALISING, prepare
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import THOROUGH
+from autopar.planning.pipelines.borders import Borders
 from autopar.planning.pipelines.layered import Layered
-from autopar.planning.pipelines.search import Borders, play, search
+from autopar.planning.pipelines.search import play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.trace import Trace

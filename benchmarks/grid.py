@@ -35,7 +35,8 @@ from autopar.ir.mesh import Mesh
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_pipeline
-from autopar.planning.pipelines.search import Borders, Searched, play
+from autopar.planning.pipelines.borders import Borders
+from autopar.planning.pipelines.search import Searched, play
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.workers import Workers
 from autopar.zoo.loading import depth

@@ -42,7 +42,7 @@ from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
 from autopar.planning.options import AUTO, Options
 from autopar.planning.planner import Planner, make_plan
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import check_prices, cost_model
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 
@@ -221,7 +221,6 @@ def command(
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None
-    limit = device(devices).usable if before is None else min(before.limit, device(devices).usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -241,7 +240,7 @@ def command(
     }
     options = replace(
         Options() if before is None else Options.like(before),
-        memory=limit if memory is None else parse_quantity(memory, "B"),
+        memory=_limit(memory, devices, before),
         trace=trace,
         pins=read_pins(texts, plans, layouts, source, forms),
         table=table(own_rules(rule_files)),
@@ -255,9 +254,10 @@ def command(
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
         options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
-    prices = cost_model(mesh, options)  # refuses bad options before a model is traced
+    staged = options.searches_stages or options.is_pipeline
+    check_prices(mesh, options, staged)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
-    if options.searches_stages or options.is_pipeline:
+    if staged:
         show = _pipeline if options.searches_stages else show_given
         show(spec, mesh, options, output, as_json)
         return
@@ -270,15 +270,24 @@ def command(
         stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
-        explanation = explained(
-            graph, best, best.limit, options.table, prices, peak=best.predicted.peak_bytes
-        )
+        prices, peak = cost_model(mesh, options), best.predicted.peak_bytes
+        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
     else:
         _print(best, explanation, headed(graph, options), rounds)
     _save(plan, model, output)
+
+
+def _limit(memory: str | None, mesh: Mesh, before: StagePlan | None) -> float | None:
+    """Returns the limit of a device in bytes; None if each of unlike devices has its own."""
+    if memory is not None:
+        return parse_quantity(memory, "B")
+    if mesh.unlike:
+        return None
+    usable = device(mesh).usable
+    return usable if before is None else min(before.limit, usable)
 
 
 def _microbatches(

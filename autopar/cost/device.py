@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from autopar.cost.kernel_tables import Attention, Links, Products, Row
 from autopar.cost.protocol import KINDS, LIBRARIES
-from autopar.errors import CostError, UnknownDeviceError
+from autopar.errors import CostError, MeshError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
@@ -181,9 +181,11 @@ def device(mesh: Mesh) -> Device:
     """Returns the device of `mesh`: described in the mesh text, or found in devices.toml.
 
     Raises:
+        MeshError: the mesh has unlike devices, over which no collective runs.
         UnknownDeviceError: the device is neither described nor in devices.toml.
         CostError: a figure of the description is not finite and positive.
     """
+    refuse_unlike(mesh)
     if mesh.description is not None:
         return _described(mesh.device, mesh.description)
     known = {entry.name: entry for entry in devices()}
@@ -200,6 +202,18 @@ def device(mesh: Mesh) -> Device:
         todo="use one of those, or describe the device by its 16-bit matmul peak, memory and "
         f'memory bandwidth: "{mesh.device}[400TFLOP/s 64GiB 1.6TB/s]: {axes}"',
     )
+
+
+def refuse_unlike(mesh: Mesh) -> None:
+    """Raises MeshError if the mesh has unlike devices, over which no collective runs."""
+    if mesh.unlike:
+        raise MeshError(
+            f"one program cannot span the devices of {mesh}",
+            why=f"its collectives would run over {len(mesh.parts)} unlike parts at the pace of the "
+            "slowest",
+            todo="let a search cut the model into stages, each on one part: pass --global-batch or "
+            'stages="auto"; or plan for one part',
+        )
 
 
 def _described(name: str, given: Description) -> Device:

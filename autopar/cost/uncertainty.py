@@ -32,8 +32,13 @@ def relative_error(device: Device, table: str) -> float:
 
 
 def step_error(mesh: Mesh, seconds: float, calibration: str = "") -> float:
-    """Returns by how many seconds a whole step may be off; 0 if a calibration priced it."""
-    return 0.0 if calibration else seconds * relative_error(device(mesh), "products")
+    """Returns by how many seconds a whole step may be off; 0 if a calibration priced it.
+
+    Of unlike devices, the least certain counts.
+    """
+    if calibration:
+        return 0.0
+    return seconds * max(relative_error(device(part), "products") for part in mesh.parts)
 
 
 def error_seconds(device: Device, computed: float, sent: float) -> float:

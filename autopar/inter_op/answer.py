@@ -54,6 +54,12 @@ def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleEr
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"
+    if len(space.orders) > 1:
+        return InfeasibleError(
+            "no pipeline fits into the memory of the devices",
+            why="the cluster has unlike devices, and every part of it holds stages of its own",
+            todo="use more devices or smaller microbatches, or leave the smallest devices out",
+        )
     if least is None:
         return InfeasibleError(
             "there is no pipeline of these layers on this cluster",
@@ -61,11 +67,11 @@ def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleEr
             todo="allow more microbatches, other schedules or other numbers of devices",
         )
     peak, words = least
-    gib = 2.0**30
+    gib, memory = 2.0**30, float(space.memory[0])
     return InfeasibleError(
-        f"no pipeline fits into {space.memory / gib:.2f} GiB a device",
+        f"no pipeline fits into {memory / gib:.2f} GiB a device",
         why=f"the most frugal one found, {words}, {word} {peak / gib:.2f} GiB, "
-        f"{(peak - space.memory) / gib:.2f} GiB too much",
+        f"{(peak - memory) / gib:.2f} GiB too much",
         todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
     )
 

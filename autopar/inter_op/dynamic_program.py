@@ -10,6 +10,9 @@ share a row: `row[first, last]`. Each row holds up to K options per sub-mesh:
 
 A stage may only use options whose `top` does not exceed a threshold. Under this constraint the
 program minimises the sum of `time` and of the transfers between stages.
+
+Stages take devices in their order. Where a cluster has unlike devices, a sub-mesh only fits where
+its part lies: counted from the end, between `begin[submesh]` and `end[submesh]`.
 """
 
 from __future__ import annotations
@@ -106,13 +109,15 @@ def _option(
 @entry
 def sums(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
-    transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
-    most: float, lowest: Floats, after: Ints, before: Ints, work: Floats, room: float,
+    transfer: Floats, sizes: Ints, begin: Ints, end: Ints, devices: int, in_flight: Floats,
+    memory: Floats, most: float, lowest: Floats, after: Ints, before: Ints,
+    work: Floats, room: float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Computes the least sum of times and transfers per number of stages, no stage above `most`.
 
     Args:
         transfer: [L, submesh of the previous stage, submesh of the stage that starts there].
+        memory: [submeshes] bytes of a device.
         in_flight: for 1, 2, ... stages from the end, microbatches in flight in the first of them.
         lowest, after, before, work: results of the functions above for `most`.
         room: sums of at least this value may be skipped.
@@ -157,15 +162,20 @@ def sums(
                         continue
                     k = _option(
                         time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
-                        most, memory, in_flight[s],
+                        most, memory[q], in_flight[s],
                     )  # fmt: skip
                     if k < 0:
                         continue
                     shift = base + sizes[q]
                     seconds = time[at, q, k]
                     for d in range(
-                        max(least[s - 1, behind], -shift),
-                        min(largest[s - 1, behind], high - low - shift) + 1,
+                        max(least[s - 1, behind], -shift, begin[q] - after[behind]),
+                        min(
+                            largest[s - 1, behind],
+                            high - low - shift,
+                            end[q] - sizes[q] - after[behind],
+                        )
+                        + 1,
                     ):
                         total = seconds + ends[s - 1, behind, d, q]
                         if total < here[d + shift, q]:
@@ -194,8 +204,9 @@ def sums(
 @entry
 def trace(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
-    transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
-    most: float, lowest: Floats, after: Ints, before: Ints, ends: Floats, stages: int,
+    transfer: Floats, sizes: Ints, begin: Ints, end: Ints, devices: int, in_flight: Floats,
+    memory: Floats, most: float, lowest: Floats, after: Ints, before: Ints,
+    ends: Floats, stages: int,
 ) -> Ints:  # fmt: skip
     """Returns the stages of the least sum, as rows of (first, last, submesh, option)."""
     layers, submeshes = row.shape[0], time.shape[1]
@@ -211,10 +222,12 @@ def trace(
                 over = left - sizes[q] - after[behind]
                 if over < 0 or left - sizes[q] > devices - before[behind]:
                     continue
+                if left > end[q] or left - sizes[q] < begin[q]:
+                    continue
                 at = row[first, last]
                 k = _option(
                     time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
-                    most, memory, in_flight[s],
+                    most, memory[q], in_flight[s],
                 )  # fmt: skip
                 if k < 0:
                     continue

@@ -100,8 +100,10 @@ class Even:
     rough = best
 
     def _sizes(self, only: int | None) -> Iterator[tuple[int, int]]:
-        """Yields the pairs (stages, sub-mesh) that use all devices."""
+        """Yields the pairs (stages, sub-mesh) that use all devices, none if these are unlike."""
         prices = self.space.prices
+        if len(self.space.orders) > 1:
+            return
         for q, size in enumerate(prices.sizes):
             stages = self.space.devices // int(size)
             exact = stages * int(size) == self.space.devices
@@ -162,8 +164,8 @@ class Even:
             if rows not in mixed:
                 mixed[rows] = self._mixed(rows, shape.q, table)
             if (rows, kept) not in known:
-                all_ways = mixed[rows]
-                known[rows, kept] = self._ways(all_ways, kept) if all_ways else []
+                all_ways, room = mixed[rows], float(self.space.memory[shape.q])
+                known[rows, kept] = self._ways(all_ways, kept, room) if all_ways else []
             ways.append(known[rows, kept])
         if not all(ways):
             return None
@@ -227,10 +229,10 @@ class Even:
             found[:, of] = np.tile(some, (before, 1))
         return found
 
-    def _ways(self, mixed: _Mixed, in_flight: float) -> list[_Way]:
+    def _ways(self, mixed: _Mixed, in_flight: float, memory: float) -> list[_Way]:
         """Returns the Pareto-optimal ways within memory, by seconds per microbatch and once."""
         nbytes = mixed.sums[:, 2] + in_flight * mixed.sums[:, 3] + mixed.transient
-        fits = np.flatnonzero(nbytes <= self.space.memory)
+        fits = np.flatnonzero(nbytes <= memory)
         found, least = [], math.inf
         for at in fits[np.lexsort((mixed.sums[fits, 1], mixed.sums[fits, 0]))]:
             seconds, once = map(float, mixed.sums[at, :2])

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.inter_op.answer import infeasible, pipeline_of
 from autopar.inter_op.even import Even
-from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.search_task import Draft, Space, part_sizes
 from autopar.inter_op.stage_prices import Cell, Floats, LowerBound, Prices, StageCost, Table
 from autopar.inter_op.stage_values import Found, Law, Progress
 from autopar.inter_op.straight import Straight
@@ -45,7 +45,7 @@ def partition(
     *,
     laws: Sequence[Law],
     microbatches: Sequence[int],
-    memory: float,
+    memory: float | Sequence[float],
     stage_cost: StageCost,
     lower_bound: LowerBound,
     transfer: Transfer,
@@ -64,10 +64,11 @@ def partition(
 
     Args:
         kinds: one per layer; ranges with equal kinds have equal costs and are requested once.
-        submeshes: candidate sub-meshes of stages; the largest is the whole cluster.
+        submeshes: candidate sub-meshes of stages; the largest is the whole cluster, or a whole part
+            of it. A pipeline passes through one part after another, in any order.
         laws: candidate schedules.
         microbatches: candidate numbers of microbatches.
-        memory: bytes per device.
+        memory: bytes per device, of all or of those of each sub-mesh.
         stage_cost: maps (first layer, last layer, both inclusive; sub-mesh; microbatches) to
             candidates, empty if the range cannot run there.
         lower_bound: takes the same arguments and returns a Candidate whose figures are lower
@@ -98,18 +99,19 @@ def partition(
     """
     space = Space(
         Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead, again),
-        max(part.size for part in submeshes),
-        memory,
+        sum(part_sizes(submeshes).values()),
+        np.broadcast_to(np.asarray(memory, dtype=np.float64), len(submeshes)).copy(),
         min(len(kinds), most_stages or len(kinds)),
     )
     known: dict[int, Floats] = {}
     for count in microbatches:
         known[count] = _transfers(len(kinds), submeshes, count, transfer, borders)
-    configs: list[Config] = [
-        (Straight if law.chunks == 1 else Even)(space, law, count, known[count])
-        for law in laws
-        for count in microbatches
-    ]
+    configs: list[Config] = []
+    for law, count in itertools.product(laws, microbatches):
+        if law.chunks == 1:
+            configs += [Straight(space, law, count, known[count], order) for order in space.orders]
+        else:
+            configs.append(Even(space, law, count, known[count]))
     search = _Search(space, configs, most_calls, patience, gap, progress)
     search.probe(probes)
     search.guess()
@@ -177,10 +179,11 @@ class _Search:
             if stages <= min(space.most_stages, count):
                 cells.append((*self._middle(stages, count), part, count))
         if not cells:
-            part = max((p for p in prices.submeshes if p.hosts == 1), key=lambda p: p.size)
-            stages = min(space.most_stages, max(1, space.devices // part.size))
-            count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
-            cells.append((*self._middle(stages, count), part, count))
+            hosts = {p.part: p for p in prices.submeshes if p.hosts == 1}
+            for part in hosts.values():
+                stages = min(space.most_stages, max(1, space.devices // part.size))
+                count = self._nearest(4 * stages)
+                cells.append((*self._middle(stages, count), part, count))
         if prices.scaling:
             part = min(prices.submeshes, key=lambda p: p.size)
             stages = min(space.most_stages, space.devices // part.size)
@@ -291,6 +294,10 @@ class _Search:
     @property
     def _microbatches(self) -> list[int]:
         return sorted({config.microbatches for config in self.configs})
+
+    def _nearest(self, number: int) -> int:
+        """Returns the candidate number of microbatches that is nearest to a number."""
+        return min(self._microbatches, key=lambda count: abs(math.log(count / number)))
 
     def _ask(self, drafts: Sequence[Draft], doing: str) -> bool:
         """Requests the unknown prices of the first draft; returns whether there were any.

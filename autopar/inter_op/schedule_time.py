@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import DeadlockError, ScheduleError
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import complete, with_sends
 from autopar.inter_op.pipeline_timeline import Span, Timeline
 from autopar.inter_op.row_dependencies import dependencies, links
 from autopar.inter_op.schedule import Schedule
@@ -230,10 +230,10 @@ def prepare(step: Schedule | Step) -> Prepared:
 
 
 def _completed(schedule: Schedule) -> Step:
-    """Returns the complete rows of a schedule after checking that it is whole."""
+    """Returns the rows of a schedule with its transfers after checking that it is whole."""
     if schedule.flushes:
         _check(schedule.rows, schedule)
-        return complete(schedule)
+        return with_sends(schedule)
     step = complete(schedule).unrolled(schedule.warm_up + _STEADY)
     _check(step.rows, step)
     return step

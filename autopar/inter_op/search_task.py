@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import numpy as np
 
-from autopar.inter_op.stage_prices import Floats, Prices
+from autopar.inter_op.stage_prices import Floats, Ints, Prices
 from autopar.inter_op.stage_values import Law
+from autopar.inter_op.submeshes import SubMesh
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Space:
     Attributes:
         prices: stage prices.
         devices: number of devices of the cluster.
-        memory: bytes per device.
+        memory: [submeshes] bytes per device.
         most_stages: maximum number of stages.
         cuts: cache of balanced cuts, by number of chunks.
         least: cache of the seconds of the layers and the `evenness` of their cuts; they are
@@ -41,10 +44,28 @@ class Space:
 
     prices: Prices
     devices: int
-    memory: float
+    memory: Floats
     most_stages: int
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     least: list[tuple[list[float], Floats]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """The orders in which a pipeline can pass through the parts of the cluster."""
+        return list(permutations(part_sizes(self.prices.submeshes)))
+
+    def spans(self, order: Sequence[int]) -> tuple[Ints, Ints]:
+        """Returns [submeshes] where the devices of a sub-mesh's part begin and end.
+
+        Devices are counted from the end of a pipeline that passes through the parts in `order`.
+        """
+        sizes = part_sizes(self.prices.submeshes)
+        begins, begin = {}, 0
+        for part in reversed(order):
+            begins[part] = begin
+            begin += sizes[part]
+        first = np.array([begins[one.part] for one in self.prices.submeshes])
+        return first, first + np.array([sizes[one.part] for one in self.prices.submeshes])
 
     def even(self, count: int, microbatches: int) -> tuple[int, ...]:
         """Returns the ends of `count` contiguous chunks, balanced by lower bounds on seconds."""
@@ -56,6 +77,14 @@ class Space:
             seconds, least = self.least[0]
             self.cuts[count] = balanced(seconds, count, least)
         return self.cuts[count]
+
+
+def part_sizes(submeshes: Sequence[SubMesh]) -> dict[int, int]:
+    """Returns the number of devices of every part of a cluster."""
+    sizes: dict[int, int] = {}
+    for one in submeshes:
+        sizes[one.part] = max(one.size, sizes.get(one.part, 0))
+    return sizes
 
 
 def evenness(seconds: list[float]) -> Floats:

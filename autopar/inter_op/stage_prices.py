@@ -52,9 +52,9 @@ class Prices:
 
     With `scaling`, known prices raise the bounds. No price is assumed to be closer to its bound
     than the best known price, nor closer than a known price of the same kinds of layers with at
-    most its devices and microbatches and at least its layers; a price of other layers counts almost
-    as much. Estimates assume that full recomputation takes `again` times the seconds of a range and
-    leaves nothing in flight; partial recomputation is proportional.
+    most its devices, of the same kind, and microbatches and at least its layers; a price of other
+    layers counts almost as much. Estimates assume that full recomputation takes `again` times the
+    seconds of a range and leaves nothing in flight; partial recomputation is proportional.
 
     Attributes:
         row: [layers, layers] index of the signature of (first, last).
@@ -88,6 +88,7 @@ class Prices:
         )
         self.lengths = np.array([last - first + 1 for first, last in self.ranges])
         self.sizes = np.array([part.size for part in submeshes])
+        self.parts = np.array([part.part for part in submeshes])
         self._bounds: dict[int, Floats] = {}
 
     def bounds(self, microbatches: int) -> Floats:
@@ -160,7 +161,8 @@ class Prices:
             if answer and bound > 0:
                 ratio = min(candidate.seconds for candidate in answer) / bound
                 like = (self.family == self.family[row]) & (self.lengths <= self.lengths[row])
-                worse = (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
+                fewer = (self.sizes >= self.sizes[q]) & (self.parts == self.parts[q])
+                worse = fewer[None, :] & (b <= microbatches)
                 least = np.where(like, ratio, _UNLIKE * ratio)[:, None]
                 found = np.where(worse, np.maximum(found, least), found)
         return np.maximum(found, self.best_ratio())
@@ -198,6 +200,7 @@ class Prices:
                 + 0.5 * abs(np.log2(microbatches / b))
                 + 0.05 * np.abs(work - there)
                 + 0.3 * (self.family[:, None] != self.family[row])
+                + 0.5 * (self.parts != self.parts[q])[None, :]
             )
         ratios = fronts[:, :, _SECONDS].min(axis=1) / np.maximum(origins[:, _SECONDS], 1e-30)
         nearest = distance.argmin(axis=0)

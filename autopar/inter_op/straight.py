@@ -11,6 +11,7 @@ and the promising groups are halved until each number is solved on its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -68,11 +69,19 @@ class Straight:
         microbatches: per step.
         transfer: [layers, submesh before, submesh after] seconds to transfer one microbatch across
             the border before each layer and back.
+        order: of the parts of the cluster, from the first stage to the last.
     """
 
-    def __init__(self, space: Space, law: Law, microbatches: int, transfer: Floats) -> None:
+    def __init__(
+        self,
+        space: Space,
+        law: Law,
+        microbatches: int,
+        transfer: Floats,
+        order: Sequence[int] = (0,),
+    ) -> None:
         self.space, self.law, self.microbatches = space, law, microbatches
-        self.transfer = transfer
+        self.transfer, self.spans = transfer, space.spans(order)
 
     def best(
         self, table: Table, cutoff: float, only: int | None = None, slack: float = 0.0
@@ -159,7 +168,7 @@ class Straight:
         top = spare * (seconds + self.law.exposed * into[:, :, None]) + once
         program = _Program(
             rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3],
-            count, group.fill * self.transfer, self.space, group.in_flight, cutoff,
+            count, group.fill * self.transfer, self.space, self.spans, group.in_flight, cutoff,
         )  # fmt: skip
         answer = program.minimum(list(group.stages), cutoff, slack)
         if answer is None:
@@ -184,7 +193,7 @@ class _Program:
 
     def __init__(
         self, rows: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
-        transfer: Floats, space: Space, in_flight: Floats, cutoff: float,
+        transfer: Floats, space: Space, spans: tuple[Ints, Ints], in_flight: Floats, cutoff: float,
     ) -> None:  # fmt: skip
         sizes, devices = space.prices.sizes, space.devices
         exists = np.arange(top.shape[2]) < count[:, :, None]
@@ -192,10 +201,12 @@ class _Program:
         top = np.where(useful, top, np.inf)
         self.lowest = kernels.lowest_tops(rows, top, count)
         usable = useful.any(axis=(0, 2))
-        unit = kernels.unit(sizes[usable], devices) if usable.any() else 1
+        ends = sizes[usable], *spans
+        unit = kernels.unit(np.concatenate(ends), devices) if usable.any() else 1
         self.devices = devices // unit
         # Sub-meshes and devices that are not multiples of the unit cannot be used.
         self.sizes = np.where(usable, sizes // unit, self.devices + 1)
+        self.spans = tuple(span // unit for span in spans)
         self.values = np.unique(top[useful])
         self.work = kernels.least_work(rows, time, count * usable, self.sizes)
         self.in_flight, self.memory = in_flight, space.memory
@@ -260,7 +271,8 @@ class _Program:
         if after[0] > self.devices:
             return np.inf, None
         given: tuple[Any, ...] = (
-            *self.arrays, self.sizes, self.devices, self.in_flight[: max(stages) + 1],
+            *self.arrays, self.sizes, *self.spans, self.devices,
+            self.in_flight[: max(stages) + 1],
             self.memory, most, self.lowest, after, before,
         )  # fmt: skip
         totals, ends = kernels.sums(*(*given, self.work, room))

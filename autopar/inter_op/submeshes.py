@@ -30,11 +30,13 @@ class SubMesh:
         hosts, devices: one host with some or all of its devices, or several whole hosts.
         meshes: its logical shapes, hosts x devices first, then in order of the number of axes;
             every axis is priced on the links that it uses.
+        part: the number of the part of the cluster's mesh in which it lies.
     """
 
     hosts: int
     devices: int
     meshes: tuple[Mesh, ...]
+    part: int = 0
 
     @property
     def size(self) -> int:
@@ -99,6 +101,8 @@ class Cluster:
 def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
     """Returns the parts of `mesh` that a stage can use, from the smallest to the whole.
 
+    If the mesh has unlike devices, these are the sub-meshes of its parts, one part after another.
+
     Parts of one host have sizes that divide each level of its links, or any power of two if there
     is only one host. Parts of several hosts have any number of them if there are few hosts, else
     powers of two and divisors.
@@ -110,6 +114,12 @@ def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
     Raises:
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
     """
+    if mesh.unlike:
+        return tuple(
+            replace(one, part=number)
+            for number, part in enumerate(mesh.parts)
+            for one in submeshes(part, most_axes)
+        )
     cluster = Cluster.of(mesh)
     hosts, devices = cluster.hosts, cluster.devices
     shapes = [(1, size) for size in sorted(_within(cluster))]
@@ -254,6 +264,23 @@ def _spans(cluster: Cluster, mesh: Mesh) -> tuple[int, int]:
     levels = Network(mesh, device(cluster.mesh)).levels(mesh.names)
     outer = math.prod(level.size for level in levels if level.resource == INTER)
     return outer, mesh.size // outer
+
+
+def place_stages(mesh: Mesh, stages: Sequence[SubMesh]) -> tuple[int, ...]:
+    """Returns the first rank of each stage of a pipeline that uses every device of `mesh`.
+
+    Raises:
+        MeshError: the sub-meshes do not make up a part of the mesh; see `place`.
+    """
+    starts = [0] * len(stages)
+    first = 0
+    for number, part in enumerate(mesh.parts):
+        held = [at for at, one in enumerate(stages) if one.part == number]
+        placed = place(Cluster.of(part), [stages[at].size for at in held])
+        for at, start in zip(held, placed, strict=True):
+            starts[at] = first + start
+        first += part.size
+    return tuple(starts)
 
 
 def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -22,6 +22,9 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAME = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 MOST = 2**24  # most devices of a mesh
+MOST_PARTS = 4  # most parts of a mesh; a search tries all their orders
+# Between two parts: a plus before the head of a mesh.
+_PLUS = re.compile(r"\+(?=\s*[A-Za-z_][\w.-]*\s*(?:\[[^\]]*\])?\s*:)")
 
 
 def parse_quantity(text: str, unit: str) -> float:
@@ -96,13 +99,23 @@ class Description:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A device kind and its grid; `str(mesh)` parses back to an equal mesh."""
+    """A device kind and its grid; `str(mesh)` parses back to an equal mesh.
+
+    Attributes:
+        device: name of the device; of a mesh with several parts, the names joined by " + ".
+        axes: outermost first; a mesh with several parts has none of its own.
+        description: of a device that devices.toml does not have.
+        unlike: the parts of a mesh with unlike devices, each with one kind of device.
+    """
 
     device: str
     axes: tuple[Axis, ...]
     description: Description | None = None
+    unlike: tuple[Mesh, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.unlike:
+            return self._check_parts()
         names = [axis.name for axis in self.axes]
         bad = [n for n in names if not _NAME.match(n)]
         if not self.axes or bad or len(set(names)) != len(names):
@@ -119,6 +132,31 @@ class Mesh:
                 f"the mesh has {self.size} devices", why=f"at most {MOST} are supported"
             )
 
+    def _check_parts(self) -> None:
+        """Raises MeshError unless the parts are meshes of one kind of device each."""
+        many, nested = len(self.unlike), any(part.unlike for part in self.unlike)
+        if not 2 <= many <= MOST_PARTS or nested or self.axes or self.description is not None:
+            raise MeshError(
+                f"a mesh of {many} parts with the axes {list(self.names)} of its own",
+                why=f"unlike devices form 2 to {MOST_PARTS} parts, each a mesh with its own axes",
+                todo='write e.g. "H100: node=2, gpu=8 + A100-80: node=4, gpu=8"',
+            )
+        if self.size > MOST:
+            raise MeshError(
+                f"the mesh has {self.size} devices", why=f"at most {MOST} are supported"
+            )
+
+    @classmethod
+    def of_parts(cls, parts: tuple[Mesh, ...]) -> Mesh:
+        """Returns the mesh of several parts; of one part, that part.
+
+        Raises:
+            MeshError: there are too many parts, or a part has parts.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        return cls(" + ".join(part.device for part in parts), (), None, parts)
+
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """Reads a mesh text.
@@ -128,6 +166,10 @@ class Mesh:
         """
         if len(text) > 10_000:
             raise MeshError(f"a mesh text of {len(text)} characters", todo="write at most 10000")
+        return cls.of_parts(tuple(map(cls._parse_part, _PLUS.split(text))))
+
+    @classmethod
+    def _parse_part(cls, text: str) -> Mesh:
         head, colon, tail = text.partition(":")
         match = re.fullmatch(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[([^\]]*)\])?\s*", head)
         if not colon or match is None:
@@ -146,7 +188,28 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of devices."""
+        if self.unlike:
+            return sum(part.size for part in self.unlike)
         return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def parts(self) -> tuple[Mesh, ...]:
+        """Meshes with one kind of device each, in the order of ranks; itself if it is one."""
+        return self.unlike or (self,)
+
+    @property
+    def kind(self) -> str:
+        """The device with its description, as the mesh text has it."""
+        return self.device + ("" if self.description is None else str(self.description))
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """Returns the number of the part that holds `rank`, and the first rank of that part."""
+        start = 0
+        for number, part in enumerate(self.parts):
+            if rank < start + part.size:
+                return number, start
+            start += part.size
+        raise MeshError(f"mesh {str(self)!r} has no rank {rank}", why=f"it has {self.size} devices")
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -163,19 +226,32 @@ class Mesh:
         """Axis sizes, outermost first."""
         return tuple(axis.size for axis in self.axes)
 
+    def spans_parts(self, start: int, size: int) -> bool:
+        """Returns whether `size` ranks from `start` on belong to more than one part."""
+        return self.part_of(start) != self.part_of(start + size - 1)
+
     def axis(self, name: str) -> Axis:
         """Returns the axis called `name`; raises MeshError if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        raise MeshError(f"mesh has no axis {name!r}", why=f"its axes are {', '.join(self.names)}")
+        why = f"its axes are {', '.join(self.names)}"
+        if self.unlike:
+            why = f"axes belong to a part, and {self} has {len(self.unlike)} parts"
+        raise MeshError(f"mesh has no axis {name!r}", why=why)
 
     def axis_size(self, name: str) -> int:
         """Returns the number of devices along `name`; raises MeshError if there is no such axis."""
         return self.sizes[name] if name in self.sizes else self.axis(name).size
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Returns the position of `rank` (row-major) along every axis."""
+        """Returns the position of `rank` (row-major) along every axis.
+
+        Raises:
+            MeshError: the mesh has several parts, which share no axes.
+        """
+        if self.unlike:
+            self.axis("of all parts")
         coordinates: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, coordinates[axis.name] = divmod(rank, axis.size)
@@ -191,8 +267,9 @@ class Mesh:
         return tuple(tuple(ranks) for ranks in members.values())
 
     def __str__(self) -> str:
-        described = "" if self.description is None else str(self.description)
-        return f"{self.device}{described}: " + ", ".join(str(axis) for axis in self.axes)
+        if self.unlike:
+            return " + ".join(map(str, self.unlike))
+        return f"{self.kind}: " + ", ".join(str(axis) for axis in self.axes)
 
 
 def _parse_axis(part: str, text: str) -> Axis:

@@ -14,7 +14,6 @@ from autopar.intra_op.node_choices import Lies
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
-from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
@@ -185,12 +184,12 @@ class Options:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out built-in rules, which the receiving process has too."""
-        builtin = rules()
-        own = {op: rule for op, rule in self.table.items() if builtin.get(op) is not rule}
+        builtin = table()
+        own = {op: rule for op, rule in self.table.items() if builtin.get(op) != rule}
         return {**vars(self), "table": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, table={**rules(), **state["table"]})
+        vars(self).update(state, table={**table(), **state["table"]})
 
     def lies(self, mesh: Mesh) -> Lies | None:
         """Returns the storages that parameters may have, or None for all; see `lies_of`."""

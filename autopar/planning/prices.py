@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from autopar.cost.calibration import Calibration
-from autopar.cost.device import device
+from autopar.cost.device import device, refuse_unlike
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.network import Network
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.cost.programs.choice import choose
 from autopar.cost.programs.row_check import checked
-from autopar.errors import PrecisionError
+from autopar.errors import CalibrationError, PrecisionError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.executed.execution import Execution
 from autopar.ir.mesh import Mesh, parse_quantity
@@ -79,6 +80,37 @@ def limit_of(mesh: Mesh, options: Options) -> float:
     usual = chip.memory if options.execution.reserve else chip.usable
     limit = usual if options.memory is None else options.memory
     return parse_quantity(limit, "B") if isinstance(limit, str) else limit
+
+
+def limits_of(mesh: Mesh, options: Options) -> dict[str, float]:
+    """Returns the memory limit in bytes of every kind of device, by `Mesh.kind`."""
+    return {part.kind: limit_of(part, options) for part in mesh.parts}
+
+
+def by_kind(memory: float | Mapping[str, float], mesh: Mesh) -> Mapping[str, float]:
+    """Returns the bytes of every kind of device, given those of all or by `Mesh.kind`."""
+    return memory if isinstance(memory, Mapping) else {part.kind: memory for part in mesh.parts}
+
+
+def check_prices(mesh: Mesh, options: Options, staged: bool) -> None:
+    """Raises the errors of `cost_model`, and MeshError for unlike devices without stages.
+
+    Args:
+        mesh: all devices.
+        options: of planning.
+        staged: whether each stage may have devices of its own.
+    """
+    if not staged:
+        refuse_unlike(mesh)
+    if mesh.unlike and options.calibration is not None:
+        raise CalibrationError(
+            f"a calibration does not price {mesh}",
+            where=str(options.calibration),
+            why="it was measured on one kind of device, and the mesh has several",
+            todo="plan without it: closed forms price every device of devices.toml",
+        )
+    for part in mesh.parts:
+        cost_model(part, options)
 
 
 def limit_of_plan(plan: StagePlan) -> float:

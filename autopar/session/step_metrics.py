@@ -166,8 +166,11 @@ class _Cost:
     @property
     def seconds(self) -> float:
         """The least seconds in which all devices could compute them at their peak."""
-        chip, mesh = device(self.compiled.plan.mesh), self.compiled.plan.mesh
-        return sum(f / chip.rate(d, True) for d, f in self._by_dtype.items()) / mesh.size
+        chips = [(device(part), part.size) for part in self.compiled.plan.mesh.parts]
+        return sum(
+            flops / sum(size * chip.rate(dtype, True) for chip, size in chips)
+            for dtype, flops in self._by_dtype.items()
+        )
 
 
 def _sizes(inputs: Mapping[str, Tensor], parts: int) -> tuple[int, int]:

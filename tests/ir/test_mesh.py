@@ -48,6 +48,24 @@ def test_ranks_are_numbered_row_major() -> None:
     assert set(mesh.groups(("a", "c"))) == by_hand
 
 
+def test_unlike_parts_read_back_and_number_ranks_one_after_another() -> None:
+    text = "H100: node=2 @5e+10B/s, gpu=8 + mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 + H100: gpu=2"
+    mesh = Mesh.parse(text)
+    assert Mesh.parse(str(mesh)) == mesh
+    assert [part.size for part in mesh.parts] == [16, 4, 2]
+    assert mesh.size == 22
+    assert [mesh.part_of(rank) for rank in (0, 15, 16, 19, 20, 21)] == [
+        (0, 0), (0, 0), (1, 16), (1, 16), (2, 20), (2, 20),
+    ]  # fmt: skip
+    assert mesh.spans_parts(12, 8)
+    assert not mesh.spans_parts(8, 8)
+    with pytest.raises(MeshError, match="A100-80: gpu=0"):
+        Mesh.parse("H100: gpu=2 + A100-80: gpu=0")
+    for refused in (lambda: mesh.part_of(22), lambda: mesh.coordinate(0), lambda: mesh.axis("gpu")):
+        with pytest.raises(MeshError):
+            refused()
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "H100", "H100 gpu=4", "H100: gpu=0", "H100: gpu", "H100: gpu=2, gpu=2", "H100: gpu=-1",

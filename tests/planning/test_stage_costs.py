@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -204,13 +205,24 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         search(layered(5), CLUSTER, (4,), Options(), 1e6)
 
 
+class Counting(Workers):
+    """Workers that count the jobs which another process gets."""
+
+    elsewhere = 0
+
+    def run(self, jobs: Sequence[Sequence[Callable[[], Any]]]) -> list[list[Any]]:
+        self.elsewhere += sum(map(len, jobs[1:]))
+        return super().run(jobs)
+
+
 @pytest.mark.slow
 def test_a_search_with_a_second_process_finds_the_same() -> None:
-    with Workers(1) as workers:
+    with Counting(1) as workers:
         alone, together = (
             search(layered(5), CLUSTER, (2, 4), Options(), ROOMY, workers=one)
             for one in (None, workers)
         )
+    assert workers.elsewhere
     assert together.seconds == alone.seconds
     assert together.pipeline == alone.pipeline
     assert together.closed_form.calls == alone.closed_form.calls

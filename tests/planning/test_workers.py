@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
+from dataclasses import replace
 from functools import partial
 from multiprocessing import parent_process
 
 import pytest
 
 from autopar.errors import AutoparError
+from autopar.intra_op.rule_table import table
+from autopar.planning.options import Options
 from autopar.planning.workers import Workers
 
 HERE = os.getpid()
@@ -25,6 +29,13 @@ def square(number: int) -> tuple[int, int]:
 
 def test_one_process_does_everything() -> None:
     assert Workers(0).run([[partial(square, 2), partial(square, 3)]]) == [[(4, HERE), (9, HERE)]]
+
+
+def test_options_travel_with_the_rules_that_only_this_process_has() -> None:
+    """Without this no stage is priced elsewhere: some of autopar's own rules are closures."""
+    own = replace(table()["aten.relu"], op="mine.relu")
+    options = Options(table={**table(), own.op: own}, memory=1e9)
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ class PlanFile:
             PlanError: only the plan names the model, and it is code to run.
             UnknownDeviceError: the plan's device is unknown.
         """
-        device(self.plan.mesh)
+        for part in self.plan.mesh.parts:
+            device(part)
         sizes = {**self.plan.model.table(), **self.sizes.table()}
         return ModelSpec(**{**sizes, "source": self.model or self._source()})  # type: ignore[arg-type]
 

@@ -63,6 +63,7 @@ def _stages(opened: Opened) -> Table:
         seconds = (figures.forward, figures.backward, figures.once)
         arriving = format_seconds(figures.arriving) if figures.arriving else "-"
         axes = ", ".join(f"{axis.name}={axis.size}" for axis in stage.mesh.axes)
+        axes = f"{stage.mesh.device}: {axes}" if opened.plan.mesh.unlike else axes
         table.add_row(
             str(number), ranks, axes, _modules(graph), *map(format_seconds, seconds), arriving
         )
@@ -90,8 +91,7 @@ def _picture(step: Simulated) -> Text:
 
 def _memory(opened: Opened) -> Table:
     """Renders a table of the memory and idle time of each group of ranks."""
-    step, timeline = opened.step, opened.step.timeline
-    limit = device(opened.plan.mesh).memory
+    step, timeline, mesh = opened.step, opened.step.timeline, opened.plan.mesh
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("ranks", "memory", "of", "activations", "idle"):
         table.add_column(name, justify="left" if name == "ranks" else "right")
@@ -100,6 +100,7 @@ def _memory(opened: Opened) -> Table:
         strict=True,
     )  # fmt: skip
     for ranks, nbytes, kept, most, idle in figures:
+        limit = device(mesh.parts[mesh.part_of(ranks[0])[0]]).memory
         table.add_row(
             _span(ranks), format_bytes(nbytes), f"{nbytes / limit:.1%}",
             f"{format_bytes(kept)} of {most}", f"{idle:.1%}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypedDict
@@ -32,7 +32,7 @@ from autopar.planning.pipelines.streaming import (
     options_for,
     trains_shared,
 )
-from autopar.planning.prices import limit_of
+from autopar.planning.prices import check_prices, limits_of
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
@@ -151,10 +151,12 @@ def plan_pipeline(
 
     Raises:
         InfeasibleError: no pipeline fits into memory.
+        CalibrationError, PrecisionError, UnknownDeviceError, CostError: see `cost_model`.
     """
+    check_prices(mesh, options, staged=True)
     with Workers(None if mesh.size >= MANY else 0) as workers:
         sized = OnMicrobatches(model, batch, mesh, options)
-        searched = find_pipeline(sized, limit_of(mesh, options), progress, workers)
+        searched = find_pipeline(sized, limits_of(mesh, options), progress, workers)
         progress("planning the stages")
         graph = sized.whole(searched.pipeline.microbatches, searched.pipeline.schedule)
         return searched, plan_of(searched, graph, mesh, options, trace, workers=workers)
@@ -162,11 +164,11 @@ def plan_pipeline(
 
 def find_pipeline(
     model: OnMicrobatches,
-    memory: float,
+    memory: float | Mapping[str, float],
     progress: Callable[[str], None],
     workers: Workers | None = None,
 ) -> Searched:
-    """Searches for the fastest pipeline within `memory` bytes of a device.
+    """Searches for the fastest pipeline within `memory` bytes of a device, see `search`.
 
     Raises the errors of `plan_pipeline`.
     """

@@ -7,9 +7,9 @@ The best pipelines are then simulated action by action, and the fastest of these
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, product
 
 from autopar.errors import InfeasibleError
@@ -22,14 +22,14 @@ from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import candidates, schedule
 from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.steady_state import steady
-from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
-from autopar.ir.collective import Collective
+from autopar.inter_op.submeshes import SubMesh, place_stages, submeshes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes
 from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
 from autopar.planning.options import Options
+from autopar.planning.pipelines.borders import Borders
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.parallel_costs import ParallelCosts
 from autopar.planning.pipelines.schedule_names import read_schedule
@@ -37,7 +37,7 @@ from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import Devices, plan_stages, weights
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed, taken
 from autopar.planning.pipelines.variants import AGAIN, InFlight
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import by_kind
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
@@ -85,7 +85,7 @@ def search(
     mesh: Mesh,
     microbatches: Sequence[int],
     options: Options,
-    memory: float,
+    memory: float | Mapping[str, float],
     *,
     schedules: Sequence[str] = (),
     most_stages: int | None = None,
@@ -105,9 +105,9 @@ def search(
         mesh: the cluster.
         microbatches: numbers of microbatches to choose from.
         options: of planning.
-        memory: bytes of a device.
+        memory: bytes of a device, of all or by `Mesh.kind`.
         schedules: names with options to choose from; () for all candidates, see
-            `inter_op/schedules/`.
+            `inter_op/schedules/`. On unlike devices only those with one stage a rank are used.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: number of logical shapes of a sub-mesh to try in any case; see `StageCosts`.
         workers: processes that price stages, to which `options` can be sent; None for this one
@@ -121,7 +121,9 @@ def search(
     """
     schedules = schedules or candidates()
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
-    fewest, room = min(microbatches), (1 - _SPARE) * memory
+    laws = [one for one in laws if one.chunks == 1 or not mesh.unlike]
+    limits = by_kind(memory, mesh)
+    fewest, room = min(microbatches), {k: (1 - _SPARE) * each for k, each in limits.items()}
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
     layers = layered(fewest)
     kinds = layers.kinds
@@ -140,7 +142,7 @@ def search(
     def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
         total = [0.0] * 3
         for kind, number in runs(kinds[first : last + 1]):
-            for at, figure in enumerate(costs.alone(kind, fewest)):
+            for at, figure in enumerate(costs.alone(kind, fewest, part.part)):
                 total[at] += number * figure
         seconds, fixed, each = (figure / part.size for figure in total)
         share = fewest / count
@@ -153,7 +155,7 @@ def search(
             parts,
             laws=laws,
             microbatches=microbatches,
-            memory=room,
+            memory=[room[part.meshes[0].kind] for part in parts],
             stage_cost=together,
             ahead=together.ahead,
             again=AGAIN if options.recompute == "auto" else 0.0,
@@ -169,7 +171,8 @@ def search(
             probes=_usual(parts, microbatches, layers.samples * fewest),
         )
     except InfeasibleError as error:
-        error.why += f"; {_SPARE:.0%} of {format_bytes(memory)} is kept free"
+        each = " or ".join(map(format_bytes, dict.fromkeys(limits.values())))
+        error.why += f"; {_SPARE:.0%} of {each} is kept free"
         raise
     played: list[tuple[float, Timeline, Pipeline]] = []
     for number, pipeline in enumerate((partitioned.best, *partitioned.others[: SIMULATED - 1])):
@@ -208,7 +211,7 @@ def plan_of(
     seconds, _ = weights(graph, whole, mesh, options)
     ends = find_layers(whole, seconds).ends
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
-    starts = place(Cluster.of(mesh), [stage.submesh.size for stage in pipeline.stages])
+    starts = place_stages(mesh, [stage.submesh for stage in pipeline.stages])
     groups = [
         Devices(Mesh.parse(_usual_label(stage)), start)
         for stage, start in zip(pipeline.stages, starts, strict=True)
@@ -284,48 +287,6 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
     if rows.flushes:
         return timeline.seconds + max(stage.once for stage in pipeline.stages), timeline
     return steady(complete(rows), stage_costs, hops)[0], timeline
-
-
-class Borders:
-    """Seconds that one microbatch's values, and their gradients, take across a border of stages.
-
-    Args:
-        layered: the model on one microbatch.
-        mesh: the cluster.
-        options: give the prices.
-    """
-
-    def __init__(self, layered: Layered, mesh: Mesh, options: Options) -> None:
-        self.layered, self.mesh = layered, mesh
-        self.cluster, self.model = Cluster.of(mesh), cost_model(mesh, options)
-        self.nbytes = cache(self._nbytes)
-
-    def between(self, microbatches: int) -> Transfer:
-        """Returns transfers for any number of microbatches, given the number of `layered`."""
-        kinds = self.layered.kinds
-
-        def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
-            pair = (kinds[border - 1], kinds[border])
-            return self.seconds(pair, before, behind) * microbatches / count
-
-        return transfer
-
-    def _nbytes(self, pair: tuple[Hashable, Hashable]) -> tuple[float, float]:
-        """Returns the bytes of values and of gradients that cross between two kinds of layers."""
-        layers = self.layered.layers
-        at = [*pairwise(layers.kinds)].index(pair)  # type: ignore[arg-type]
-        return layers.forward[at], layers.backward[at]
-
-    def seconds(self, pair: tuple[Hashable, Hashable], before: SubMesh, behind: SubMesh) -> float:
-        """Prices a border: every element crosses once, over all devices of the smaller side."""
-        inside = before.size + behind.size <= self.cluster.devices
-        axis = self.mesh.names[-1 if inside else 0]
-        lanes = min(before.size, behind.size)
-        return sum(
-            self.model.collective(Collective("send", (axis,), int(nbytes / lanes)))
-            for nbytes in self.nbytes(pair)
-            if nbytes
-        )
 
 
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:

@@ -23,7 +23,6 @@ from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.steady_state import steady
 from autopar.intra_op.work.kernel_work import works
-from autopar.ir.collective import Collective
 from autopar.ir.crossing import Side, crossing
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -32,6 +31,7 @@ from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
+from autopar.planning.pipelines.borders import Messages
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
@@ -131,7 +131,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
-        there, back = _crossings(graphs, plan, number, prices)
+        there, back = _crossings(graphs, plan, number, Messages(plan.mesh, prices))
         figures.append(replace(known[key], arriving=there, returning=back))
     wiring = wiring_of(graphs, [stage.mesh for stage in plan.stages])
     costs = _costs(graphs, plan, schedule, figures, prices)
@@ -212,7 +212,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
 
 
 def _crossings(
-    graphs: Sequence[Graph], plan: Plan, reader: int, prices: Callable[[Mesh], Priced]
+    graphs: Sequence[Graph], plan: Plan, reader: int, messages: Messages
 ) -> tuple[float, float]:
     """Returns the seconds of receiving a microbatch's values and of returning their gradients."""
     there = back = 0.0
@@ -229,21 +229,14 @@ def _crossings(
             Side(source.mesh, source.ranks(), produced),
             Side(target.mesh, target.ranks(), read),
         )
-        axis = _axis(plan, source, target)
         directions = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
         seconds = []
         for one, other in directions:
             transfer = crossing(leaf.type, one, other)
             nbytes = transfer.busiest * DTYPE_BYTES[leaf.type.dtype]
-            sent = prices(plan.mesh).collective(Collective("send", (axis,), nbytes))
+            sent = messages.between(source.starts[0], target.starts[0], nbytes)
             gathers = (step.forward for step in transfer.gathers if step.forward is not None)
-            seconds.append(sent + sum(map(prices(other.mesh).collective, gathers)))
+            seconds.append(sent + sum(map(messages.price(other.mesh).collective, gathers)))
         there += seconds[0]
         back += sum(seconds[1:])
     return there, back
-
-
-def _axis(plan: Plan, source: StagePlan, target: StagePlan) -> str:
-    """Returns the outermost axis of the whole mesh along which two stages differ."""
-    one, other = (plan.mesh.coordinate(stage.starts[0]) for stage in (source, target))
-    return next(name for name in plan.mesh.names if one[name] != other[name])

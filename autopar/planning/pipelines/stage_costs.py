@@ -12,7 +12,7 @@ two, and those that schedules keep). If not all fit, all blocks recompute, or as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,12 +54,13 @@ from autopar.planning.pipelines.variants import (
     front,
     partly,
 )
-from autopar.planning.prices import cost_model, slowdown_of
+from autopar.planning.prices import by_kind, cost_model, slowdown_of
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, recomputation
+_Alone = tuple[float, float, float]
 # Accuracy of prices; the stages that are chosen in the end are planned again to the optimum.
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
 _NEAR = 1.5  # a choice may be reused for up to this factor less in flight
@@ -97,7 +98,7 @@ class StageCosts:
         layered: number of microbatches -> the model on one of them; called once for each number.
         mesh: the cluster.
         options: of planning.
-        memory: bytes of a device.
+        memory: bytes of a device, of all or by `Mesh.kind`.
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
         flight: what schedules keep in flight.
@@ -109,17 +110,17 @@ class StageCosts:
         layered: Callable[[int], Layered],
         mesh: Mesh,
         options: Options,
-        memory: float,
+        memory: float | Mapping[str, float],
         most: int,
         shapes: int = 1,
         flight: InFlight = ANY_NUMBER,
         streamed: Streamed = FLUSHED,
     ) -> None:
         self.mesh, self.shapes, self.flight = mesh, shapes, flight
-        self.options, self.memory, self.streamed = options, memory, streamed
+        self.options, self.memory, self.streamed = options, by_kind(memory, mesh), streamed
         self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
-        self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
+        self._alone: dict[tuple[Hashable, int, int], _Alone] = {}
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
         self._planned: dict[_Key, StageProblem] = {}
@@ -170,7 +171,8 @@ class StageCosts:
         # The first stage of 1F1B keeps one microbatch for each stage of the pipeline.
         stages = math.ceil(len(self.layered(asked.microbatches).kinds) / asked.size)
         usual = share.in_flight[-1] if share.chunks > 1 else min(stages, share.in_flight[-1])
-        if asked.graph.repeats and not any(share.fits(w, usual, self.memory) for w in candidates):
+        room = self.memory[asked.mesh.kind]
+        if asked.graph.repeats and not any(share.fits(w, usual, room) for w in candidates):
             candidates += self._on(asked, "full", share)
             candidates += self._partly(asked, share)
         return candidates
@@ -211,20 +213,19 @@ class StageCosts:
             meshes += [m for m in submesh.meshes if m.shape == shape and m not in meshes][:1]
         return meshes
 
-    def alone(self, kind: Hashable, microbatches: int) -> tuple[float, float, float]:
-        """Prices one layer of a kind on one device.
+    def alone(self, kind: Hashable, microbatches: int, part: int = 0) -> _Alone:
+        """Prices one layer of a kind on one device of a part of the cluster.
 
         Returns:
             Seconds of forward and backward of one microbatch; bytes of parameters, gradients and
             optimizer state; bytes that a microbatch keeps.
         """
-        key = (kind, microbatches)
+        key = (kind, microbatches, part)
         if key not in self._alone:
-            graph = self._part(microbatches, ((kind, 1),))
-            if graph is None:
-                self._alone[key] = (0.0, 0.0, 0.0)
-            else:
-                single = replace(self.mesh, axes=(replace(self.mesh.axes[-1], size=1),))
+            graph, self._alone[key] = self._part(microbatches, ((kind, 1),)), (0.0, 0.0, 0.0)
+            if graph is not None:
+                own = self.mesh.parts[part]
+                single = replace(own, axes=(replace(own.axes[-1], size=1),))
                 asked = _Asked(graph, ((kind, 1),), single, microbatches)
                 way = self._on(asked, "none", Share(1, (1,)), math.inf)[0]
                 self._alone[key] = (way.seconds, way.fixed, way.per_microbatch)
@@ -247,7 +248,7 @@ class StageCosts:
         """Returns the frontier under one kind of recomputation."""
         planned, ratios = self._problem(asked, recompute)
         key, microbatches, label = asked.key(recompute), asked.microbatches, str(asked.mesh)
-        memory = self.memory if device is None else device
+        memory = self.memory[asked.mesh.kind] if device is None else device
         size = asked.size * share.chunks  # scaled to a plan that has the device to itself
         # A slower plan than this loses to recomputing everything.
         again = self.options.recompute == "auto" and recompute == "none" and asked.graph.repeats
@@ -294,6 +295,7 @@ class StageCosts:
                 if same is not None:
                     rows.append((choice, same) if one is none else (same, choice))
         microbatches, label = asked.microbatches, str(asked.mesh)
+        room = self.memory[asked.mesh.kind]
         pairs = [
             tuple(
                 problem.candidate(ratios, choice, microbatches, label)
@@ -303,7 +305,7 @@ class StageCosts:
         ]
         candidates = []
         for kept in share.in_flight:
-            mixed = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, self.memory)]
+            mixed = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, room)]
             if mixed:
                 candidates.append(min(mixed, key=lambda way: way.seconds))
         return candidates

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.device import refuse_unlike
 from autopar.errors import MeshError, StageError
 from autopar.intra_op.node_choices import operand_types, whole_options
 from autopar.intra_op.rule import resolve
@@ -69,6 +70,7 @@ def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
     Raises:
         MeshError: the outer axes do not divide into `count` parts.
     """
+    refuse_unlike(mesh)
     axes: list[Axis] = []
     left = count
     for axis in mesh.axes:
@@ -298,8 +300,9 @@ def weights(
     Args:
         graph: normalised.
         whole: the same graph, prepared.
-        mesh, options: give prices and rules.
+        mesh, options: give prices and rules; of unlike devices, the first give the prices.
     """
+    mesh = mesh.parts[0]
     model = cost_model(mesh, options)
     seconds: dict[str, float] = {}
     for node in whole.folded:

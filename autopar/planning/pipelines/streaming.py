@@ -272,7 +272,7 @@ def obstacle(schedule: Schedule, options: Options, mesh: Mesh) -> str:
     if schedule.flushes:
         return ""
     precision = options.precision
-    split = StateChoice.read(options.state or "ddp", mesh).sharding
+    split = StateChoice.read(options.state or "ddp", mesh.parts[0]).sharding
     masters = bool(precision.compute) and precision.compute != precision.master
     reasons = {
         "a rank holds several stages": any(len(held) > 1 for held in schedule.holds),
@@ -288,7 +288,7 @@ def obstacle(schedule: Schedule, options: Options, mesh: Mesh) -> str:
             split.optimizer != "N"
             or masters
             or precision.compression is not None
-            or mesh.device.lower() != "cpu"
+            or any(part.device.lower() != "cpu" for part in mesh.parts)
         ),
         "blocks are recomputed on newer weights": not schedule.stashes
         and options.recompute != "none",
