@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import Device, devices
 from autopar.cost.fitting.device_fit import errors, fit_attention, fit_products
 from autopar.cost.fitting.measurements import samples
@@ -28,8 +27,7 @@ def measured(path: Path, chip: Device, count: int) -> Path:
     for _ in range(count):
         m, n, k = (2 ** dice.randint(5, 13) + dice.randint(0, 1) for _ in range(3))
         path.write_text(f"m,n,k,latency_ms\n{m},{n},{k},1\n", encoding="utf-8")
-        work = samples(path)[0].work
-        seconds = kernel_seconds(chip, work.op, work.flops, work.nbytes, work.dtype, work.gemm)
+        seconds = samples(path)[0].predicted(chip)
         lines.append(f"{m},{n},{k},{1e3 * seconds * dice.uniform(0.98, 1.02):.6g}")
     path.write_text("\n".join(lines), encoding="utf-8")
     return path

@@ -85,7 +85,8 @@ def fit_products(
     def made(values: dict[str, Any]) -> Device:
         table = replace(start, **{name: values[name] for name in _PRODUCTS})
         table = replace(table, memory_small=min(table.memory_small, table.memory))
-        return replace(device, launch=values.get("launch", launch), products=table)
+        known = values["launch"] if launch is None else launch
+        return replace(device, launch=known, products=table)
 
     free = _LAUNCH if launch is None else {}
     begin = {**_begin(device, free), **_begin(start, _PRODUCTS)}
