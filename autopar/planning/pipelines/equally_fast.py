@@ -2,7 +2,7 @@
 
 Two pipelines of a device are priced by the same tables, so that what differs between them is off,
 not what they share: cost/uncertainty.py says by how much. If that is more than the time between
-them, the one with fewer stages, then fewer microbatches, is taken.
+them, the one with fewer stages is taken; of as many stages, the fastest.
 """
 
 from __future__ import annotations
@@ -38,10 +38,5 @@ def simplest_first(played: Sequence[Played], device: Device) -> list[Played]:
         apart, more = row[0] - best[0], sent_seconds(row[2]) - sent
         return apart <= error_seconds(device, abs(apart - more), abs(more))
 
-    chosen = min(filter(as_fast, ordered), key=_parts)
+    chosen = min(filter(as_fast, ordered), key=lambda row: len(row[2].stages))
     return [chosen, *(row for row in ordered if row is not chosen)]
-
-
-def _parts(row: Played) -> tuple[int, int, float]:
-    seconds, _, pipeline = row
-    return len(pipeline.stages), pipeline.microbatches, seconds
