@@ -8,8 +8,22 @@ from pathlib import Path
 import click
 
 from autopar.cli.common.console import JSON, print_json
-from autopar.cost.device import device, devices
-from autopar.cost.device_fit import fit_attention, fit_products, samples
+from autopar.cost.device import Device, device, devices
+from autopar.cost.fitting.device_fit import (
+    Residuals,
+    fit_attention,
+    fit_links,
+    fit_memory,
+    fit_products,
+)
+from autopar.cost.fitting.measurements import (
+    ATTENTION,
+    COLUMNS,
+    LINKS,
+    MEMORY,
+    PRODUCTS,
+    samples,
+)
 from autopar.cost.kernel_tables import Row
 from autopar.errors import CostError
 from autopar.ir.mesh import Mesh
@@ -53,12 +67,14 @@ def command(context: click.Context, as_json: bool) -> None:
     help='The device measured, known or described: "H200", "mine[400TFLOP/s 64GiB 1.6TB/s]".',
 )
 def fit(file: Path, name: str) -> None:
-    """Fit the tables of kernels to measured seconds of a device.
+    """Fit what prices a device's kernels and collectives to measured seconds.
 
-    MEASURED.csv has columns m, n, k, latency_ms for products of bf16, or batch_size, isl,
-    num_heads, num_key_value_heads, head_dim, latency_ms for causal attention forwards. Half of its
-    rows are fitted; the printed error and spread are the median and the 90th percentile of the
-    others. Put the printed row into autopar/cost/tables/, and the launch into devices.toml.
+    MEASURED.csv has latency_ms, and of each row one kind of columns: m, n, k of a product of bf16;
+    batch_size, isl, num_heads, num_key_value_heads, head_dim of a causal attention forward; nbytes
+    that a kernel bound by memory reads and writes; op_name, num_gpus, total_bytes of a collective
+    inside a node. Half of the rows of a kind are fitted; the printed error and spread are the
+    median and the 90th percentile of the others. Put the printed rows into autopar/cost/tables/,
+    and the figures into devices.toml.
     """
     chip = device(Mesh.parse(f"{name}: gpu=1"))
     measured = samples(file, chip.name)
@@ -67,12 +83,37 @@ def fit(file: Path, name: str) -> None:
             f"{file} has no measurement of {chip.name}",
             todo="name the device as its column `device` does, or leave the column out",
         )
-    if "attention" in measured[0].work.op:
-        _print_row(chip.name, fit_attention(chip, measured))
-    else:
-        table, launch = fit_products(chip, measured)
+    kinds = {kind: [each for each in measured if each.kind == kind] for kind in COLUMNS}
+    launch = None
+    if moved := kinds[MEMORY]:
+        chip, far = fit_memory(chip, moved)
+        launch = chip.launch
+        _print_errors(far)
+        _print_figures(chip, "memory_efficiency", "memory_ramp", "launch")
+    if products := kinds[PRODUCTS]:
+        table, launch = fit_products(chip, products, launch)
         _print_row(chip.name, table)
-        click.echo(f"launch = {launch:.3g}")
+        if not moved:
+            click.echo(f"launch = {launch:.3g}")
+    if attention := kinds[ATTENTION]:
+        _print_row(chip.name, fit_attention(chip, attention))
+    if calls := kinds[LINKS]:
+        chip, far = fit_links(chip, calls)
+        _print_errors(far)
+        if chip.links is None:
+            _print_figures(chip, "intra_bandwidth", "intra_latency")
+        else:
+            _print_figures(chip, "intra_efficiency", "switch_reduction")
+            _print_row(chip.name, chip.links)
+
+
+def _print_errors(far: Residuals) -> None:
+    click.echo(f"# devices.toml (error {far.error:.4g}, spread {far.spread:.4g})")
+
+
+def _print_figures(chip: Device, *names: str) -> None:
+    for name in names:
+        click.echo(f"{name} = {getattr(chip, name):.4g}")
 
 
 def _print_row(name: str, row: Row) -> None:

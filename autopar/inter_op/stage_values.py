@@ -22,6 +22,7 @@ class Candidate:
         label: identifies the strategy (its logical mesh) to the caller.
         recompute: recomputation of blocks, "none" or "full".
         sums: seconds of gradient synchronisation that runs beside later steps.
+        sent: seconds of collectives per microbatch, in `forward` and `backward`.
     """
 
     forward: float
@@ -33,6 +34,7 @@ class Candidate:
     label: str = ""
     recompute: str = "none"
     sums: float = 0.0
+    sent: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Part
 from autopar.ir.executed.library_kernels import base, is_library
 from autopar.ir.graph import PREFIX, Graph, Node
+from autopar.ir.rewrite import argument
 
 LOSS = "cross_entropy_loss"
 CAST_LOSS = ("to", LOSS)  # logits become f32 as a compiled loss reads them
 SHARE = "autopar.share"
+REREAD = ("softmax", "log_softmax", "layer_norm", LOSS)
 
 
 def part_kernels(graph: Graph) -> Graph:
@@ -82,7 +84,10 @@ class _Kernels:
                     seen.add((own, source))
                 outside = self.readers.get(node.name, set()) - {own}
                 written = len(outside) or int(node.name in results)
-                found[node.name] = Part(fused=True, reads=tuple(reads), readers=written)
+                again = bool(reads) and _over_rows(node)
+                found[node.name] = Part(
+                    fused=True, reads=tuple(reads), readers=written, rereads=again
+                )
             elif base(node.op) == "linear":
                 share, source = self.joined.get(node.name, ("", 1.0))[1], sources[0]
                 first = ("cast", source) not in seen
@@ -91,6 +96,8 @@ class _Kernels:
                 found[node.name] = Part(share=share, narrow=narrow, casts=first and bool(narrow))
             elif base(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
+            if how.reductions and base(node.op) in REREAD:
+                found[node.name] = replace(found.get(node.name, WHOLE), rereads=True)
         return found
 
     def _shared(self, node: Node) -> Part:
@@ -167,6 +174,19 @@ def _levelled(graph: Graph, scope: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 def _is_product(node: Node) -> bool:
     return is_library(base(node.op), len(node.inputs)) or node.op.startswith(PREFIX)
+
+
+def _over_rows(node: Node) -> bool:
+    """Returns whether an operator sums over all rows, as batch statistics do.
+
+    What needs the sum then begins when all rows have been read, and reads them again.
+    """
+    dims = argument(node, 1, "dim")
+    if base(node.op) != "sum" or not isinstance(dims, tuple):
+        return False
+    rank = len(node.type.shape) if argument(node, 2, "keepdim") is True else 0
+    inside = {dim % rank for dim in dims if isinstance(dim, int)} if rank else set()
+    return bool(inside) and inside != set(range(rank - len(inside), rank))
 
 
 def _is_view(node: Node) -> bool:

@@ -48,6 +48,8 @@ from autopar.planning.within_memory import (
 )
 from autopar.stage_plan import StagePlan
 
+ONE_CALL = 2**50  # bytes of a bucket that holds all gradients
+
 
 def make_plan(
     graph: Graph,
@@ -113,6 +115,8 @@ class Planner:
         self._late_loss = late and graph.loss is not None
         measured = isinstance(self.prices, MeasuredModel)
         self._bucket = bucket_by_price(graph, mesh, self.prices) if measured else bucket_of(graph)
+        if options.execution.together:
+            self._bucket = ONE_CALL
         self._fingerprint = fingerprint(graph)
 
     def plan(self, limit: float) -> StagePlan:

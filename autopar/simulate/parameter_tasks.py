@@ -42,6 +42,8 @@ class Weights:
             them.
         rooms: parts of that buffer that are still free, by parameter; None before it is allocated.
         accelerator: see `Settings`.
+        casts: whether gradients are cast before the update, rather than by its kernel.
+        in_place: see `Settings`.
         waiting: gradients that wait for their bucket to fill, by time and collectives.
         again: parameters that are gathered again for the backward, by the id of what is kept of
             them.
@@ -57,6 +59,8 @@ class Weights:
     microbatches: int = 1
     bucket: int = 1
     accelerator: bool = False
+    casts: bool = True
+    in_place: bool = False
     precision: Precision = AS_IS
     together: bool = False
     rooms: dict[str, Buffer] | None = None
@@ -158,7 +162,7 @@ class Weights:
                     new = self.recorder.allocate("temporary", weight.name, nbytes)
                     received.append(self.recorder.hold(new))
                     # Parts of rows, and several tensors of one call, go through a staging buffer.
-                    joined = bool(hop.dim) or len(row) > 1
+                    joined = not self.in_place and (bool(hop.dim) or len(row) > 1)
                     staging = joined * nbytes + staged(hop.call, self.mesh)
                     self.recorder.scratch("communication", weight.name, staging)
                     if number:  # between two hops
@@ -252,12 +256,18 @@ class Weights:
             else:
                 recorder.collective(title, weights[0].name, call, cause, [ready])
                 ready = -1
+            if self.in_place:
+                for before in buffers:
+                    recorder.drop(before)
+                recorder.compute("gradients, reduced in place", "", ())
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst, self._sent(weight))
                 room = self._room(weight) if place == len(paths) - 1 else None
                 buffers[at] = room or recorder.hold(
                     recorder.allocate("temporary", before.name, nbytes)
                 )
+                if self.in_place:
+                    continue
                 whole = self._bytes(weight, hop.src, self._sent(weight))
                 staging = reduction_staging(
                     hop, whole, nbytes, self.mesh, self.accelerator, together=len(hops) > 1
@@ -289,7 +299,8 @@ class Weights:
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         if when == "reduce":
-            gradient = self._cast(weight, gradient, weight.storage.updated, self._own(weight))
+            if self.casts:
+                gradient = self._cast(weight, gradient, weight.storage.updated, self._own(weight))
             gradient.kind, gradient.name = "gradient", weight.value.buffer.name
             weight.value.gradient, weight.value.gradient_ready = gradient, ready
             return
@@ -323,13 +334,13 @@ class Weights:
             title = f"{call.title} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
             for weight, hop in zip(weights, hops, strict=True):
-                nbytes = self._bytes(weight, hop.dst)
                 # Parts of rows, and several tensors of one call, go through a staging buffer.
-                more = (bool(hop.dim) or len(hops) > 1) * nbytes
+                copies = 0 if self.in_place else 1 + (bool(hop.dim) or len(hops) > 1)
+                more = copies * self._bytes(weight, hop.dst)
                 # A master is cast, and what came by the hop before is there.
                 cast = self._own(weight) != weight.leaf.type
                 more += (cast or place > 0) * self._bytes(weight, hop.src)
-                self.recorder.scratch("communication", weight.name, nbytes + more)
+                self.recorder.scratch("communication", weight.name, more)
 
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
         """Returns the local bytes of a parameter in a layout, by default in its own dtype."""

@@ -26,6 +26,8 @@ class Settings:
             on a CPU for all but the second.
         host: seconds in which a host issues the work; by default it is all there at once.
         optimizer: bytes that an update moves for each parameter; 0 for those of the plan's.
+        in_place: whether gradients are reduced into their own memory, updated parameters gathered
+            into theirs, and no tensors of one call are copied into a buffer that is sent.
     """
 
     update_bytes: float = 2.0
@@ -34,6 +36,7 @@ class Settings:
     overlap: frozenset[str] = frozenset()
     host: Host | None = None
     optimizer: float = 0.0
+    in_place: bool = False
 
 
 def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
@@ -47,4 +50,4 @@ def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
     host = Host.of(execution.host) if execution.host else None
     overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
     temporaries = 0.0 if execution.compiled == "all" else 1.0
-    return Settings(temporaries, True, True, overlap, host, execution.optimizer)
+    return Settings(temporaries, True, True, overlap, host, execution.optimizer, execution.together)

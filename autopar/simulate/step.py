@@ -86,6 +86,8 @@ class _Step:
             microbatches=plan.microbatches,
             bucket=plan.bucket,
             accelerator=settings.accelerator,
+            casts=settings.update_bytes > 0,
+            in_place=settings.in_place,
             precision=plan.precision,
             together=plan.fuses_update and not plan.offload.optimizer,
         )

@@ -95,7 +95,7 @@ def _mesh(logical: tuple[int, int]) -> str:
 @cache
 def layer(hidden: int, logical: tuple[int, int]) -> tuple[Captured, tuple[Part, Part, Part]]:
     """Prices before, in and after a layer, for a device's part of the batch."""
-    sizes = Sizes(hidden, heads(hidden), 2, VOCAB, SEQ, dropout=0.0)
+    sizes = Sizes(hidden, heads(hidden), 2, VOCAB, SEQ, dropout=0.0, dense=True)
     with torch.device("meta"):
         model = GPT(sizes).half()
         tokens = torch.zeros(BATCH // logical[0], SEQ, dtype=torch.long)

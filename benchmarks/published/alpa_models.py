@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.published.models import DenseEmbedding
+
 BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
@@ -165,7 +167,7 @@ class Mixture(nn.Module):
 
     def __init__(self, sizes: MixtureSizes) -> None:
         super().__init__()
-        self.words = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.words = DenseEmbedding(sizes.vocab, sizes.hidden)
         self.positions = nn.Embedding(sizes.seq, sizes.hidden)
         self.norm = nn.LayerNorm(sizes.hidden)
         self.layers = nn.ModuleList(MixtureLayer(sizes, n % 2 == 0) for n in range(sizes.layers))

@@ -14,7 +14,7 @@ class Sizes:
     """A transformer's sizes.
 
     `dropout` 0 leaves the operator out; `flash` takes fused causal attention instead of its single
-    steps; `tied` takes the weight of the words for the logits.
+    steps; `tied` takes the weight of the words for the logits; `dense` embeds words by a product.
     """
 
     hidden: int
@@ -25,6 +25,15 @@ class Sizes:
     dropout: float = 0.1
     tied: bool = True
     flash: bool = False
+    dense: bool = False
+
+
+class DenseEmbedding(nn.Embedding):
+    """Rows of the weight as a product with one-hot rows, which compilers split like any other."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows [..., features] of the numbers [...]."""
+        return F.one_hot(input, self.num_embeddings).to(self.weight.dtype) @ self.weight
 
 
 class Layer(nn.Module):
@@ -68,7 +77,8 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.words = nn.Embedding(sizes.vocab, sizes.hidden)
+        embedding = DenseEmbedding if sizes.dense else nn.Embedding
+        self.words = embedding(sizes.vocab, sizes.hidden)
         self.positions = nn.Embedding(sizes.seq, sizes.hidden)
         self.dropout = sizes.dropout
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))

@@ -26,8 +26,8 @@ NO_LIMIT = 1e16
 MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
 MEGATRON_CORE = "merged loss=steps optimizer=44"
 TORCHTITAN = "optimizer=28 reserve=15%"
-ALPA = "compiled=all merged waits optimizer=30"
-WIDE_RESNET = "compiled=all waits optimizer=28"
+ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
+WIDE_RESNET = "compiled=all waits together optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
@@ -117,7 +117,7 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
 @cache
 def alpa_plan(run: alpa.Run) -> Plan:
     """The plan of a row of Alpa's ablation of GPT."""
-    sizes = Sizes(run.hidden, run.heads, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0)
+    sizes = Sizes(run.hidden, run.heads, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0, dense=True)
     with torch.device("meta"):
         model = GPT(sizes)
     return _ablation(

@@ -10,9 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import Device, devices
-from autopar.cost.device_fit import errors, fit_attention, fit_products, samples, simplex
+from autopar.cost.fitting.device_fit import errors, fit_attention, fit_products
+from autopar.cost.fitting.measurements import samples
+from autopar.cost.fitting.simplex import simplex
 from autopar.cost.kernel_tables import Attention, Products
 from autopar.errors import CostError
 
@@ -26,8 +27,7 @@ def measured(path: Path, chip: Device, count: int) -> Path:
     for _ in range(count):
         m, n, k = (2 ** dice.randint(5, 13) + dice.randint(0, 1) for _ in range(3))
         path.write_text(f"m,n,k,latency_ms\n{m},{n},{k},1\n", encoding="utf-8")
-        work = samples(path)[0].work
-        seconds = kernel_seconds(chip, work.op, work.flops, work.nbytes, work.dtype, work.gemm)
+        seconds = samples(path)[0].predicted(chip)
         lines.append(f"{m},{n},{k},{1e3 * seconds * dice.uniform(0.98, 1.02):.6g}")
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
@@ -78,6 +78,10 @@ def test_the_simplex_finds_the_bottom_of_a_bent_valley() -> None:
     ("text", "why"),
     [
         ("m,n,k\n1,2,3\n", "latency_ms"),
+        ("x,latency_ms\n1,1\n", "of no kind"),
+        ("m,n,k,nbytes,latency_ms\n1,2,3,4,1\n", "products and memory"),
+        ("op_name,num_gpus,total_bytes,latency_ms\nmix,2,8,1\n", "'mix'"),
+        ("op_name,num_gpus,total_bytes,latency_ms\nall_gather,1,8,1\n", "1 device"),
         ("m,n,k,latency_ms\n1,2,x,1\n", "invalid literal"),
         ("m,n,k,latency_ms\n1,2,3,nan\n", "nan"),
         ("m,n,k,latency_ms\n1,2,3,-1\n", "-1"),

@@ -166,8 +166,53 @@ def test_linears_in_8_bits_are_cast_once_for_a_value_and_once_for_each_product_b
         assert all(work.dtype == "f8e4" for n in first for work in made[n.name].forward[1:])
 
 
+def test_a_softmax_in_steps_reads_its_operand_again_for_each_reduction() -> None:
+    """By hand: its maximum and its sum; backwards results and their gradients for one sum."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(SIZE, INNER), nn.Linear(INNER, SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.softmax(self.into(x) * 0.5, -1)).square().mean()
+
+    one, steps = (
+        works(captured(Weighted(), f"compiled=all{more}")) for more in ("", " reductions=steps")
+    )
+    for side, times in (("forward", 2), ("backward", 2)):
+        before, after = (
+            sum(kernel.nbytes for work in made.values() for kernel in getattr(work, side))
+            for made in (one, steps)
+        )
+        assert after - before == 4 * times * ROWS * INNER
+
+
+def test_batch_statistics_are_complete_before_what_needs_them() -> None:
+    """By hand: statistics read the values, the norm and its relu read them again and write once."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.relu(self.norm(self.conv(x.view(ROWS, 1, 1, SIZE))))
+            return F.conv2d(y, y.new_ones(1, 4, 1, 1)).square().mean()
+
+    graph = captured(Normed(), "compiled=all")
+    made = works(graph)
+    own = {n.name for n in graph.folded if n.part.fused and "norm" in n.source.module}
+    own |= {n.name for n in graph.folded if n.op == "aten.relu"}
+    moved = sum(kernel.nbytes for name in own for kernel in made[name].forward)
+    assert 3 <= moved / (4 * ROWS * 4 * SIZE) < 3.5  # and some figures for each channel
+
+
 def test_an_execution_and_its_graph_are_read_back() -> None:
-    text = "compiled=blocks merged loss=steps linears=float8 host=eager optimizer=28 reserve=0.15"
+    text = (
+        "compiled=blocks merged together loss=steps reductions=steps linears=float8 host=eager "
+        "optimizer=28 reserve=0.15"
+    )
     assert str(Execution.read(text)) == str(Execution.read(str(Execution.read(text))))
     graph = captured(Blocks(), text)
     assert parse_graph(format_graph(graph)) == graph

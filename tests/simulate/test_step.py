@@ -270,6 +270,23 @@ def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, Stag
             assert two > one
 
 
+def test_gradients_of_one_call_are_whole_until_it_and_parts_of_themselves_behind_it(
+    graph: Graph, plans: dict[str, StagePlan]
+) -> None:
+    plan = replace(plans["zero"], bucket=2**50)
+    made, found = simulate(graph, plan, in_place=True)
+    places = [at for at, task in enumerate(made) if task.name == "gradients, reduced in place"]
+    sizes = {name: nbytes for task in made for name, nbytes in task.allocates}
+    whole = sum(node.type.nbytes for node in graph.leaves("param"))
+    freed = sum(sizes[name] for at in places for name in made[at - 1].frees)
+    parts = sum(nbytes for at in places for _, nbytes in made[at].allocates)
+    assert places
+    assert freed == whole
+    assert parts == whole / plan.mesh.size
+    assert max(places) - min(places) == 2 * (len(places) - 1)  # nothing runs between the calls
+    assert "communication" not in found.memory.kinds
+
+
 @pytest.mark.slow
 def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
     graph: Graph, plans: dict[str, StagePlan]

@@ -15,6 +15,8 @@ from dataclasses import replace
 from autopar.cost.model import Gemm, NodeWork, Work
 from autopar.intra_op.work.local_work import Local
 from autopar.ir.executed.execution import WHOLE
+from autopar.ir.executed.library_kernels import base
+from autopar.ir.tensor import DTYPE_BYTES
 
 # Bytes moved for a cast of one element of 16 bits, by format.
 _CAST = {"float8": 5.0, "float8-rows": 5.0, "mxfp8": 3.0 + 1 / 32}
@@ -24,8 +26,39 @@ _CAST = {"float8": 5.0, "float8-rows": 5.0, "mxfp8": 3.0 + 1 / 32}
 _STEPS = (32.0, 16.0)
 
 
+# Further times that an operand is read for reductions, forwards and backwards. A softmax: its
+# maximum and its sum; backwards the sum of the products of results and gradients, both of which are
+# read. A norm: its moments; backwards those two sums, and again those for weight and bias. A loss:
+# maximum, sum and the labels' terms. A sum over all rows: before what needs it; backwards the
+# operand and the gradient, for the sums of both that belong to one row.
+_REREADS = {
+    "softmax": (2, 2), "log_softmax": (2, 1), "layer_norm": (1, 4), "cross_entropy_loss": (2, 0),
+    "sum": (1, 2),
+}  # fmt: skip
+
+
 def as_part(local: Local, whole: NodeWork) -> NodeWork:
     """Returns the work of an operator under its part of a kernel, given its work by itself."""
+    work = _as_part(local, whole)
+    return _reread(local, work) if local.node.part.rereads else work
+
+
+def _reread(local: Local, work: NodeWork) -> NodeWork:
+    """Returns the work with what each reduction reads again, in the dtype that lies in memory."""
+    node = local.graph[local.node.inputs[0]]
+    while node.inputs and (node.alias or (node.part.fused and not node.part.readers)):
+        node = local.graph[node.inputs[0]]
+    nbytes = float(local.operands[0].numel * DTYPE_BYTES[node.type.dtype])
+    sides = [
+        (replace(side[0], nbytes=side[0].nbytes + times * nbytes), *side[1:]) if side else ()
+        for side, times in zip(
+            (work.forward, work.backward), _REREADS[base(local.node.op)], strict=True
+        )
+    ]
+    return NodeWork(*sides)
+
+
+def _as_part(local: Local, whole: NodeWork) -> NodeWork:
     part = local.node.part
     if part == WHOLE:
         return whole

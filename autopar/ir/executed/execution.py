@@ -12,7 +12,12 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     merged              linears that read the same value are one product
     loss=steps          a cross entropy is a kernel for each of its steps; loss=compiled reads and
                         writes the logits once in each direction
+    reductions=steps    softmaxes, norms and a compiled loss read their operand again for each
+                        reduction, as a compiler that ends a kernel there makes them (XLA until
+                        2023: Snider & Liang, arXiv 2301.13062, section III)
     waits               collectives of parameters and gradients take turns with kernels
+    together            gradients are reduced in place by one call behind the backward, and are
+                        whole until then
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
@@ -29,10 +34,11 @@ from autopar.errors import OptionError
 
 REGIONS = ("blocks", "all")
 LOSSES = ("steps", "compiled")
+REDUCTIONS = ("steps",)
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged", "waits")
+_FLAGS = ("merged", "waits", "together")
 _NUMBERS = ("optimizer", "reserve")
-_KNOWN = {"compiled": REGIONS, "loss": LOSSES, "linears": NARROW}
+_KNOWN = {"compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,9 @@ class Execution:
         fused: chains of operator names, each of which is one kernel.
         merged: whether linears that read the same value are one product.
         waits: whether collectives of parameters and gradients take turns with kernels.
+        together: whether gradients are reduced by one call behind the backward.
         loss: "", "steps" or "compiled".
+        reductions: "" or "steps".
         linears: "" or the 8-bit format of the linears of blocks.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
@@ -58,7 +66,9 @@ class Execution:
     fused: tuple[tuple[str, ...], ...] = ()
     merged: bool = False
     waits: bool = False
+    together: bool = False
     loss: str = ""
+    reductions: str = ""
     linears: str = ""
     host: str = ""
     optimizer: float = 0.0
@@ -89,7 +99,7 @@ class Execution:
             if name not in {field.name for field in fields(cls)} or name in values:
                 raise _unreadable(word, f"settings are {', '.join(f.name for f in fields(cls))}")
             if bool(sign and value) == (name in _FLAGS):
-                raise _unreadable(word, f"all settings but {' and '.join(_FLAGS)} have a value")
+                raise _unreadable(word, f"all settings but {', '.join(_FLAGS)} have a value")
             values[name] = _value(name, value, word)
         return cls(**values)  # type: ignore[arg-type]
 
@@ -146,6 +156,7 @@ class Part:
         casts: whether its first operand is cast for it, rather than for an earlier reader.
         sums: for a shared value, how many gradients meet; -1 for those of all readers.
         loss: how a cross entropy runs, as in `Execution`.
+        rereads: whether it reads its operand again for each of its reductions.
     """
 
     fused: bool = False
@@ -156,6 +167,7 @@ class Part:
     casts: bool = False
     sums: int = -1
     loss: str = ""
+    rereads: bool = False
 
     def __str__(self) -> str:
         words = []

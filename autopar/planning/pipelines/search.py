@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 
+from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.laws import law
@@ -30,6 +31,7 @@ from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.borders import Borders
+from autopar.planning.pipelines.equally_fast import simplest_first
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.parallel_costs import ParallelCosts
 from autopar.planning.pipelines.schedule_names import read_schedule
@@ -58,7 +60,7 @@ class Searched:
     """The result of a search.
 
     Attributes:
-        pipeline: the fastest pipeline by simulation.
+        pipeline: the fastest by simulation, or a simpler one that prices cannot tell from it.
         seconds: simulated seconds of its step.
         timeline: of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
@@ -180,6 +182,8 @@ def search(
             break
         played.append((*play(pipeline, transfer), pipeline))
     played.sort(key=lambda row: row[0])
+    if options.calibration is None:
+        played = simplest_first(played, device(mesh))
     seconds, timeline, best = played[0]
     others = tuple((pipeline, simulated) for simulated, _, pipeline in played[1:])
     return Searched(best, seconds, timeline, others, partitioned)

@@ -143,6 +143,7 @@ class StageProblem:
             label=label,
             recompute=self.recompute,
             sums=reduced if self.late else 0.0,
+            sent=max(sent, 0.0),
         )
 
 

@@ -154,6 +154,7 @@ def _between(none: Candidate, full: Candidate, share: float, recompute: str) -> 
         forward=mixed(none.forward, full.forward),
         backward=mixed(none.backward, full.backward),
         once=mixed(none.once, full.once),
+        sent=mixed(none.sent, full.sent),
         fixed=mixed(none.fixed, full.fixed),
         per_microbatch=mixed(none.per_microbatch, full.per_microbatch),
         transient=max(none.transient, full.transient),

@@ -1,0 +1,1 @@
+"""Measurements of a device, and the constants of price tables that are fitted to them."""

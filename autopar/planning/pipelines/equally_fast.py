@@ -1,0 +1,42 @@
+"""The simplest of the pipelines that prices cannot tell apart.
+
+Two pipelines of a device are priced by the same tables, so that what differs between them is off,
+not what they share: cost/uncertainty.py says by how much. If that is more than the time between
+them, the one with fewer stages is taken; of as many stages, the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cost.device import Device
+from autopar.cost.uncertainty import error_seconds
+from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.stage_values import Pipeline
+
+Played = tuple[float, Timeline, Pipeline]
+
+
+def sent_seconds(pipeline: Pipeline) -> float:
+    """Returns the seconds of collectives in a step of the rank that has most of them."""
+    return pipeline.microbatches * max(
+        sum(chunk.candidate.sent for chunk in stage.chunks) for stage in pipeline.stages
+    )
+
+
+def simplest_first(played: Sequence[Played], device: Device) -> list[Played]:
+    """Returns simulated pipelines, the fastest first, behind the simplest that is as fast.
+
+    Args:
+        played: seconds, timeline and pipeline of each; not empty.
+        device: that runs them, priced by its tables.
+    """
+    ordered = sorted(played, key=lambda row: row[0])
+    best, sent = ordered[0], sent_seconds(ordered[0][2])
+
+    def as_fast(row: Played) -> bool:
+        apart, more = row[0] - best[0], sent_seconds(row[2]) - sent
+        return apart <= error_seconds(device, abs(apart - more), abs(more))
+
+    chosen = min(filter(as_fast, ordered), key=lambda row: len(row[2].stages))
+    return [chosen, *(row for row in ordered if row is not chosen)]
