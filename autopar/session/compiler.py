@@ -6,8 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+from torch import nn
 
 from autopar.capture.capture import Captured
+from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
@@ -25,6 +27,7 @@ from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
 from autopar.session.compiled import Compiled, groups_of
+from autopar.session.generation.serving import compile_pair
 from autopar.session.model_facts import facts_of
 
 _ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"
@@ -111,6 +114,12 @@ class Compiler:
             Trace(None),
         )
 
+    def generating(
+        self, model: nn.Module, sizes: Sizes, first: Compiled | None
+    ) -> tuple[Compiled, Compiled]:
+        """Returns a prefill and a decode; see `compile_pair`."""
+        return compile_pair(self, model, sizes, first)
+
     def _of_replica(self, call: Call, outer: Outer | None) -> Call:
         """Returns a replica's part of a call with the batch of all replicas."""
         if outer is None or self.options.batches != GLOBAL:
@@ -171,3 +180,9 @@ class Loader:
     def variant(self, call: Call, first: Compiled) -> Compiled:
         """Returns a further call over the parameters of the first; see `Compiler.variant`."""
         return self.compiler.variant(call, first)
+
+    def generating(
+        self, model: nn.Module, sizes: Sizes, first: Compiled | None
+    ) -> tuple[Compiled, Compiled]:
+        """Returns a prefill and a decode over the parameters of the first program."""
+        return self.compiler.generating(model, sizes, first)

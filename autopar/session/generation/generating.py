@@ -1,0 +1,125 @@
+"""The part of a session that generates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.generation.calls import Sizes
+from autopar.errors import BatchError, OptionError
+from autopar.session.generation.decoding import Decoding
+from autopar.session.generation.prompts import Prompts
+from autopar.session.generation.serving import Pair
+
+
+class Generating(ABC):
+    """A program that generates tokens."""
+
+    _model: nn.Module
+
+    @abstractmethod
+    def _generating(self, sizes: Sizes) -> Pair:
+        """Returns the prefill and the decode for a batch of these sizes, compiled if new."""
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        decoder_start_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continues prompts, one token after another, from the parameters that are stored.
+
+        Every rank passes the same prompts and gets the same tokens: those of `model.generate` of
+        transformers. Settings that are not passed are those of the model's `generation_config`.
+        A prefill and a decode are compiled for the first prompts of each shape; a program that
+        trains goes on storing its parameters where they are.
+
+        Args:
+            input_ids: prompts, i64[batch, tokens], padded on the left; of an encoder-decoder, what
+                its encoder reads, padded at either end.
+            attention_mask: 1 for tokens that count, 0 for padding, of the same shape; by default
+                tokens other than `pad_token_id`, unless that also ends a sequence.
+            max_new_tokens: number of tokens at most.
+            do_sample: whether tokens are drawn; otherwise the likeliest is taken.
+            temperature: divides the logits before a draw; by default 1.
+            top_k: number of the likeliest tokens to draw from, by default 50; 0 for all.
+            top_p: the likeliest tokens, up to this probability together, are drawn from.
+            eos_token_id: token, or tokens, that end a sequence.
+            pad_token_id: what follows the end of a sequence; by default the token that ends it.
+            decoder_start_token_id: the first token of an encoder-decoder's results.
+            seed: of the draws; without it, torch's own generator, which must be alike on all ranks.
+
+        Returns:
+            The prompts and what follows them, i64[batch, tokens]; of an encoder-decoder, what its
+            decoder generates after the start token.
+
+        Raises:
+            BatchError: the prompts are no whole numbers [batch, tokens], differ between ranks, are
+                padded on the right, or have a shape beyond those that a session compiles.
+            OptionError: an argument is out of range, or the model's `generation_config` asks for
+                something that is not implemented, such as beams.
+            CaptureError: the model takes no cache; says what to add.
+            ProgramError: the program has stages, local batches, or replicas that train apart.
+        """
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise BatchError(
+                "the prompts are no tensor [batch, tokens]", todo="pass input_ids of a tokenizer"
+            )
+        decoding = Decoding.of(
+            self._model,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            seed=seed,
+        )
+        prompts = Prompts.of(
+            self._model, input_ids, attention_mask, decoding, decoder_start_token_id
+        )
+        pair = self._generating(Sizes(*input_ids.shape, max_new_tokens))
+        return _generated(pair, prompts, decoding, max_new_tokens)
+
+
+@torch.no_grad()
+def _generated(pair: Pair, prompts: Prompts, decoding: Decoding, count: int) -> Tensor:
+    """Returns the first tokens of the results and up to `count` generated ones."""
+    generator, results = decoding.generator(), [prompts.first]
+    unfinished = torch.ones(len(prompts.first), dtype=torch.bool)
+    ends = torch.tensor(decoding.eos, dtype=torch.int64)
+    pair.clear()
+    logits = pair.prefill(prompts.prefill())["logits"]
+    for number in range(count):
+        token = decoding.choose(logits, generator)
+        if decoding.eos:
+            token = token.where(unfinished, torch.tensor(decoding.pad))
+            unfinished &= ~torch.isin(token, ends)
+        results.append(token[:, None])
+        if number + 1 == count or not unfinished.any():
+            break
+        logits = pair.decode(prompts.decode(token, number, count))["logits"]
+    return torch.cat(results, 1)
+
+
+def refuse_seedless(decoding: Decoding, ranks: int) -> None:
+    """Raises OptionError if ranks would draw different tokens."""
+    if decoding.do_sample and decoding.seed is None and ranks > 1:
+        raise OptionError(
+            "the draws of several ranks need a seed",
+            why="every rank draws the same tokens by itself",
+            todo="pass seed=0 to generate",
+        )

@@ -1,0 +1,151 @@
+"""The programs of a generation: a prefill and a decode over the parameters of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from autopar.capture.capture import Captured
+from autopar.capture.generation.cached_call import CachedCall
+from autopar.capture.generation.calls import Arguments, Sizes, steps_of
+from autopar.errors import BatchError, ProgramError
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.serving import generating_options, plan_serving
+from autopar.planning.stored import storages_of
+from autopar.planning.trace import Trace
+from autopar.runtime.executor import Executor
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.processes import from_first_rank
+from autopar.session.call_texts import text_of_graph
+from autopar.session.compiled import Compiled
+
+if TYPE_CHECKING:
+    from autopar.session.compiler import Compiler
+
+SHAPES = 8  # at most this many shapes of prompts, each with its programs and caches
+Forward = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+_ADVICE = "build the same model on every rank, and pass the same prompts on every rank"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The programs for prompts of one shape.
+
+    Attributes:
+        compiled: the prefill and the decode.
+        prefill, decode: run them, and return whole outputs by name.
+        clear: sets the caches to zero.
+    """
+
+    compiled: tuple[Compiled, Compiled]
+    prefill: Forward
+    decode: Forward
+    clear: Callable[[], None]
+
+
+def compile_pair(
+    compiler: Compiler, model: nn.Module, sizes: Sizes, first: Compiled | None
+) -> tuple[Compiled, Compiled]:
+    """Compiles a prefill and a decode, the same on every rank; every rank calls it.
+
+    Args:
+        compiler: of the session.
+        model: the model.
+        sizes: of the prompts.
+        first: the program that stores the parameters; None if the decode is to store them.
+
+    Raises:
+        CaptureError, InfeasibleError: see `autopar.compile`.
+        ProgramError: the program has stages, local batches, or replicas that train apart.
+        BatchError: the ranks captured different graphs.
+    """
+    if compiler.outer is not None or (first is not None and first.plan.outer is not None):
+        raise ProgramError(
+            "replicas that train apart cannot generate",
+            why="their parameters differ between synchronisations",
+            todo="load a checkpoint of them into a program without outer",
+        )
+    if first is not None and first.plan.is_pipeline:
+        raise _stages()
+    options = generating_options(compiler.options)
+
+    def captured(caches: CachedCall, arguments: Arguments) -> Captured:
+        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
+
+    steps = steps_of(model, sizes, captured)
+    both = [captured(*step) for step in steps]
+    texts = {f"the captured {n}": text_of_graph(each.graph) for n, each in zip(_NAMES, both)}
+    compare_ranks(texts, BatchError, _ADVICE)
+    stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
+    graphs = [each.graph for each in both]
+    planned = from_first_rank(
+        lambda: plan_serving(*graphs, compiler.mesh, options, sizes.new_tokens, stored)
+    )
+    prefill, decode = (
+        Compiled.of(
+            replace(each, graph=graph), Plan.of(plan).on(compiler.mesh), options, Trace(None)
+        )
+        for each, (graph, plan) in zip(both, planned, strict=True)
+    )
+    return prefill, decode
+
+
+_NAMES = ("prefill", "decode")
+
+
+def _stages() -> ProgramError:
+    return ProgramError(
+        "a program with stages cannot generate",
+        why="a token would pass all stages before the next one begins",
+        todo="save a checkpoint, and load it into a program without stages",
+    )
+
+
+def load_pair(
+    executor: object, compiled: tuple[Compiled, Compiled], backend: str, main: Compiled
+) -> Pair:
+    """Loads the programs over the parameters of an executor; every rank calls it.
+
+    Args:
+        executor: of the session.
+        compiled: the prefill and the decode.
+        backend: see `autopar.compile`.
+        main: the program that the executor started with, which may be the decode.
+
+    Raises:
+        ProgramError: the executor runs stages, or replicas that train apart.
+    """
+    if not isinstance(executor, Executor):
+        raise _stages()
+    found = []
+    for each in compiled:
+        variant = executor.main
+        if each is not main:
+            buffers = each.captured.buffers.items()
+            own = {name: value for name, value in buffers if name not in executor.shapes}
+            variant = executor.add(each.modules(backend)[0], own)
+        found.append(variant)
+
+    def run(number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return executor.forward(batch, found[number]).gather()
+
+    def clear() -> None:
+        for tensor in {id(t): t for v in found for t in v.caches.values()}.values():
+            tensor.zero_()
+
+    return Pair(compiled, partial(run, 0), partial(run, 1), clear)
+
+
+def refuse_more_shapes(known: int) -> None:
+    """Raises BatchError if a session has compiled as many shapes of prompts as it may."""
+    if known >= SHAPES:
+        raise BatchError(
+            f"the prompts have a shape beyond the {SHAPES} that the program is compiled for",
+            why="each shape needs its own programs and caches",
+            todo="pad prompts on the left to fewer lengths, and ask for equally many new tokens",
+        )
