@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
+from autopar.generation_plan import GenerationPlan
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_choice import asks_for_local, choose
@@ -20,6 +21,7 @@ from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
+from autopar.planning.serving import plan_generation
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
@@ -29,6 +31,8 @@ from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
 from autopar.session.compiled import Compiled, refuse_graphs_of_stages
 from autopar.session.compiler import Compiler, Loader
+from autopar.session.generation.serving import refuse_outer
+from autopar.session.generation.sizes import sizes_of
 from autopar.session.keywords import (
     DEFAULTS,
     CompileKeywords,
@@ -43,18 +47,50 @@ from autopar.session.keywords import (
 from autopar.session.session import Session
 
 
+@overload
 def plan(
     model: nn.Module,
     mesh: MeshLike,
     *,
     example_inputs: Any,
-    optimizer: OptimizerFactory = torch.optim.AdamW,
+    optimizer: OptimizerFactory = ...,
+    task: Literal["train"] = ...,
     **options: Unpack[PlanKeywords],
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    task: Literal["generate"],
+    batch: int,
+    prompt: int,
+    new_tokens: int,
+    **options: Unpack[PlanKeywords],
+) -> GenerationPlan: ...
+
+
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Any = None,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    task: str = "train",
+    batch: int | None = None,
+    prompt: int | None = None,
+    new_tokens: int | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan | GenerationPlan:
     """Plans a model without a process group, a GPU or weights.
 
     Args:
         model, mesh, example_inputs, optimizer: as for `compile`.
+        task: "train", or "generate" for a prefill and a decode over the same parameters.
+        batch, prompt, new_tokens: with "generate", the number of sequences, of tokens of each
+            prompt and of tokens that follow.
         **options: see `autopar.session.keywords.PlanKeywords`.
 
     Returns:
@@ -65,6 +101,10 @@ def plan(
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer, model)
+    sizes = sizes_of(task, batch, prompt, new_tokens, example_inputs)
+    if sizes is not None:
+        refuse_outer(outer_of(options))
+        return plan_generation(model, as_mesh(mesh), asked, sizes)
     call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
     if outer is None:
         find = choose if asks_for_local(asked.allow) else plan_model

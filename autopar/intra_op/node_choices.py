@@ -209,7 +209,7 @@ def node_options(
     """Returns the choices of a node that is no parameter, and its signature if it has a rule.
 
     An annotation has its operand's rule, restricted to the layouts that it allows. A value received
-    from another stage, and a cache, may have any layout of splits. For others running whole is first; it
+    from another stage, and a cache, may have any layout of splits. For others whole comes first; it
     is the only choice of inputs, buffers and operators without a rule. Those of forms come last.
     """
     rule = table.get(node.op)

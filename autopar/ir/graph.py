@@ -10,8 +10,8 @@ is left out), `getitem` for operators with several results, `autopar.share` (the
 shares.py), `autopar.shard` (the identity in a layout that the user requests, see annotation.py),
 `autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu", see
 own_functions.py), fused kernels ("kernels.rms_norm", see fusion/), and `autopar.write(buffer,
-value)`, which gives the buffer this value at the end of the step. Every other reader of a buffer gets
-its value before the forward, wherever the read occurs. A `buffer('keys', cache=True)` is an
+value)`, which gives the buffer this value at the end of the step. Every other reader of a buffer
+gets its value before the forward, wherever the read occurs. A `buffer('keys', cache=True)` is an
 exception: it outlives a call of a program that generates, and its only reader, an
 `aten.index_copy_`, writes rows into it at once and returns it.
 """

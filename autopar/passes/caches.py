@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import CaptureError
-from autopar.ir.graph import EXTEND, WRITE, Graph, Node, Ref
+from autopar.ir.graph import EXTEND, WRITE, Graph, Node
 
 _COPY = "aten.index_copy"
 

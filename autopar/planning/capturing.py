@@ -181,9 +181,7 @@ def capture_call(
         BatchError: the model does not take the batch, or the batch does not divide.
     """
     if microbatches is None:
-        return capture_graph(
-            call.model, call.args, call.kwargs, options, trace, caches=call.caches
-        )
+        return capture_graph(call.model, call.args, call.kwargs, options, trace, caches=call.caches)
     part = call.microbatch(microbatches)
     if options.accumulates:
         options = replace(options, microbatches=microbatches)

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.errors import AutoparError, ProgramError
+from torch import nn
+
+from autopar.capture.capture import Captured
+from autopar.capture.generation.cached_call import CachedCall
+from autopar.capture.generation.calls import Arguments, Sizes, steps_of
+from autopar.errors import AutoparError, PinError, ProgramError
+from autopar.generation_plan import GenerationPlan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.planner import make_plan
 from autopar.planning.stored import storages_of, with_equal_blocks
@@ -43,6 +51,43 @@ def generating_options(options: Options) -> Options:
     return replace(options, recompute="none", offload="none", state=None, loss_fn=None)
 
 
+def capture_generation(
+    model: nn.Module, sizes: Sizes, options: Options
+) -> tuple[Captured, Captured]:
+    """Captures the prefill and the decode of a model.
+
+    Args:
+        model: takes `past_key_values`.
+        sizes: of the prompts.
+        options: of planning, from `generating_options`.
+
+    Raises:
+        CaptureError: the model cannot be traced, or keeps nothing between tokens.
+    """
+
+    def captured(caches: CachedCall, arguments: Arguments) -> Captured:
+        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
+
+    prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
+    return prefill, decode
+
+
+def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes) -> GenerationPlan:
+    """Captures a model and returns the fastest plan of its prefill and decode.
+
+    Raises:
+        CaptureError, InfeasibleError: see `capture_generation` and `plan_serving`.
+    """
+    options = generating_options(options)
+    prefill, decode = capture_generation(model, sizes, options)
+    (_, before), (_, after) = plan_serving(
+        prefill.graph, decode.graph, mesh, options, sizes.new_tokens, {}
+    )
+    return GenerationPlan(
+        Plan.of(before), Plan.of(after), sizes.batch, sizes.prompt, sizes.new_tokens
+    )
+
+
 def plan_serving(
     prefill: Graph,
     decode: Graph,
@@ -57,7 +102,7 @@ def plan_serving(
         prefill, decode: prepared graphs with the same parameters and caches.
         mesh: the devices.
         options: of planning, from `generating_options`.
-        new_tokens: how many tokens follow one prefill, of which a decode computes all but the first.
+        new_tokens: tokens that follow one prefill; a decode computes all but the first.
         stored: storage of parameters by key, if a program in training has fixed it.
 
     Raises:
@@ -68,9 +113,9 @@ def plan_serving(
     failed: AutoparError | None = None
     for first, second in ((decode, prefill), (prefill, decode)):
         try:
-            one = _planned(first, mesh, options, stored)
+            one = _planned(first, mesh, options, stored, bool(stored))
             fixed = {**storages_of(*one), **stored}
-            two = _planned(second, mesh, options, fixed)
+            two = _planned(second, mesh, options, fixed, bool(stored))
         except AutoparError as error:
             failed = failed or error
             continue
@@ -87,7 +132,14 @@ def plan_serving(
 
 
 def _planned(
-    graph: Graph, mesh: Mesh, options: Options, stored: Mapping[str, Storage]
+    graph: Graph, mesh: Mesh, options: Options, stored: Mapping[str, Storage], trained: bool
 ) -> Planned:
+    """Plans one graph; pins of a training that do not fit it are dropped."""
     graph = with_equal_blocks(graph, stored) if stored else graph
-    return graph, make_plan(graph, mesh, replace(options, stored=stored), Trace(None))
+    constrained = replace(options, stored=stored)
+    try:
+        return graph, make_plan(graph, mesh, constrained, Trace(None))
+    except PinError:
+        if not trained:
+            raise
+        return graph, make_plan(graph, mesh, replace(constrained, pins=None), Trace(None))

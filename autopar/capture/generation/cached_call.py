@@ -3,9 +3,9 @@
     prefill   reads a prompt, writes its keys and values, and returns the logits of the next token
     decode    reads one token, extends keys and values by its own, and attends to all of them
 
-A cache is a buffer of `CachedCall`, so that a graph has it as a leaf with a layout of its own. Which
-tensors a model keeps is recorded from one prefill without caches. A model of transformers gets the
-library's own `Cache`; any other model gets a `KeyValueCache` as its argument `past_key_values`.
+A cache is a buffer of `CachedCall`, so that a graph has it as a leaf with a layout of its own.
+Which tensors a model keeps is recorded from one prefill without caches. A model of transformers
+gets the library's own `Cache`; any other gets a `KeyValueCache` as its argument `past_key_values`.
 """
 
 from __future__ import annotations

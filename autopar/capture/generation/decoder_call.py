@@ -20,7 +20,7 @@ class DecoderCall(CachedCall):
 
     @property
     def signature(self) -> inspect.Signature:
-        """The arguments: ids and positions [batch, tokens], the mask [batch, keys], the start [1]."""
+        """Ids and positions [batch, tokens], the mask [batch, keys], the position to write [1]."""
         names = [IDS, MASK, POSITIONS, *([START] if self.decodes else [])]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -61,7 +61,7 @@ def last_logits(output: Any) -> Tensor:
         raise CaptureError(
             "the model returns no logits to generate from",
             why=f"it returns a {type(output).__name__}",
-            todo='return logits [batch, tokens, vocabulary], alone or as output.logits, '
+            todo="return logits [batch, tokens, vocabulary], alone or as output.logits, "
             'output["logits"] or the first of a tuple',
         )
     return logits[:, -1]

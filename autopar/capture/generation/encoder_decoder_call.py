@@ -20,7 +20,9 @@ class EncoderDecoderCall(CachedCall):
     @property
     def signature(self) -> inspect.Signature:
         """The arguments: ids [batch, tokens], masks [batch, keys], and the start [1]."""
-        names = [TARGET, MASK, TARGET_MASK, START] if self.decodes else [TARGET, MASK, TARGET_MASK, IDS]
+        names = (
+            [TARGET, MASK, TARGET_MASK, START] if self.decodes else [TARGET, MASK, TARGET_MASK, IDS]
+        )
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
@@ -35,7 +37,11 @@ class EncoderDecoderCall(CachedCall):
     ) -> dict[str, Tensor]:
         """Returns the logits of the token after the decoder's last one, [batch, vocabulary]."""
         self.trace.positions = start
-        given = {MASK: attention_mask, TARGET: decoder_input_ids, TARGET_MASK: decoder_attention_mask}
+        given = {
+            MASK: attention_mask,
+            TARGET: decoder_input_ids,
+            TARGET_MASK: decoder_attention_mask,
+        }
         if self.decodes:
             # Keys and values of the encoder's tokens are in caches; only their number matters.
             width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]

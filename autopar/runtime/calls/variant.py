@@ -24,7 +24,6 @@ from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.runtime import Runtime
 
-
 Caches = dict[tuple[str, TensorType, Layout], Tensor]
 
 

@@ -92,7 +92,8 @@ class Decoding:
         ends = tuple(eos) if isinstance(eos, Sequence) else (() if eos is None else (eos,))
         if sampled and not setting("temperature") > 0:
             raise OptionError(
-                "a temperature of 0 divides by zero", todo="pass do_sample=False for greedy decoding"
+                "a temperature of 0 divides by zero",
+                todo="pass do_sample=False for greedy decoding",
             )
         return cls(
             sampled,

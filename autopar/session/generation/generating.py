@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture.generation.calls import Sizes
@@ -88,6 +89,7 @@ class Generating(ABC):
             pad_token_id=pad_token_id,
             seed=seed,
         )
+        refuse_seedless(decoding, dist.get_world_size() if dist.is_initialized() else 1)
         prompts = Prompts.of(
             self._model, input_ids, attention_mask, decoding, decoder_start_token_id
         )

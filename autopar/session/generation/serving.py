@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from autopar.capture.capture import Captured
-from autopar.capture.generation.cached_call import CachedCall
-from autopar.capture.generation.calls import Arguments, Sizes, steps_of
+from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, ProgramError
+from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
-from autopar.planning.capturing import Call, capture_call
-from autopar.planning.serving import generating_options, plan_serving
+from autopar.planning.serving import capture_generation, generating_options, plan_serving
 from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
@@ -64,22 +62,12 @@ def compile_pair(
         ProgramError: the program has stages, local batches, or replicas that train apart.
         BatchError: the ranks captured different graphs.
     """
-    if compiler.outer is not None or (first is not None and first.plan.outer is not None):
-        raise ProgramError(
-            "replicas that train apart cannot generate",
-            why="their parameters differ between synchronisations",
-            todo="load a checkpoint of them into a program without outer",
-        )
+    refuse_outer(compiler.outer or (None if first is None else first.plan.outer))
     if first is not None and first.plan.is_pipeline:
         raise _stages()
     options = generating_options(compiler.options)
-
-    def captured(caches: CachedCall, arguments: Arguments) -> Captured:
-        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
-
-    steps = steps_of(model, sizes, captured)
-    both = [captured(*step) for step in steps]
-    texts = {f"the captured {n}": text_of_graph(each.graph) for n, each in zip(_NAMES, both)}
+    both = capture_generation(model, sizes, options)
+    texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
     compare_ranks(texts, BatchError, _ADVICE)
     stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
     graphs = [each.graph for each in both]
@@ -96,6 +84,16 @@ def compile_pair(
 
 
 _NAMES = ("prefill", "decode")
+
+
+def refuse_outer(outer: Outer | None) -> None:
+    """Raises ProgramError if replicas train apart."""
+    if outer is not None:
+        raise ProgramError(
+            "replicas that train apart cannot generate",
+            why="their parameters differ between synchronisations",
+            todo="load a checkpoint of them into a program without outer",
+        )
 
 
 def _stages() -> ProgramError:
