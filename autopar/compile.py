@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from autopar.generation_plan import GenerationPlan
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.generation.serving import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
-from autopar.planning.serving import plan_generation
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
@@ -31,7 +31,7 @@ from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
 from autopar.session.compiled import Compiled, refuse_graphs_of_stages
 from autopar.session.compiler import Compiler, Loader
-from autopar.session.generation.serving import refuse_outer
+from autopar.session.generation.pair import refuse_outer
 from autopar.session.generation.sizes import sizes_of
 from autopar.session.keywords import (
     DEFAULTS,

@@ -19,13 +19,14 @@ from autopar.capture.attributes import changed
 from autopar.capture.dtypes.cast import computing_in
 from autopar.capture.flat_model import FlatModel, loss_parameters
 from autopar.capture.generation.cached_call import CACHES, CachedCall, frozen
+from autopar.capture.generation.extended_caches import extend_caches
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
 from autopar.capture.watch import innermost, refuse_hooks
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.graph import CACHE, Graph
+from autopar.ir.graph import Graph
 from autopar.ir.precision import AS_IS, Precision
 from autopar.operators.assume import tie
 from autopar.operators.interpret import TORCH_DTYPES
@@ -127,6 +128,7 @@ def _captured(
         tuple(sorted(outputs.items(), key=lambda item: item[0] != seen.loss)),
         outputs.get(seen.loss or ""),
     )
+    graph = graph if wrapper.caches is None else extend_caches(graph)
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = computed(model, buffers)
     renamed = {k: names[k] for k, _ in parameters}
@@ -222,7 +224,7 @@ def _place_leaves(
                 )
             lowering.leaf(node, "param", target, tensors[target].requires_grad)
         elif target.startswith(CACHES):
-            lowering.leaf(node, "buffer", target, kwargs=((CACHE, True),))  # it has no values yet
+            lowering.leaf(node, "buffer", target)  # it has no values yet
         else:
             lowering.leaf(node, "buffer", target)
             buffers[target] = tensors.get(target, program.constants.get(spec.target))

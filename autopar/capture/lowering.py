@@ -67,17 +67,10 @@ class Lowering(Draft):
         # The fake tensors of the trace share storage exactly where the model's own tensors do.
         self._sharing: dict[UntypedStorage, dict[fx.Node, None]] = {}
 
-    def leaf(
-        self,
-        node: fx.Node,
-        kind: str,
-        target: str,
-        requires_grad: bool = False,
-        kwargs: tuple[tuple[str, Arg], ...] = (),
-    ) -> None:
+    def leaf(self, node: fx.Node, kind: str, target: str, requires_grad: bool = False) -> None:
         """Places an input, parameter or buffer; two placeholders with one target are one leaf."""
         if target not in self._by_target:
-            placed = self.add(node, target, kind, (target,), kwargs)
+            placed = self.add(node, target, kind, (target,))
             leaf = replace(self.nodes.pop(), requires_grad=requires_grad)
             self.nodes.append(leaf)
             self._by_target[target] = self.by_name[placed.name] = leaf

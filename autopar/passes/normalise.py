@@ -8,7 +8,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
 from autopar.passes.bags import lower_bags
-from autopar.passes.caches import extend_caches
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.losses import lower_means
@@ -24,7 +23,6 @@ Pass = Callable[[Graph], Graph]
 Trace = Callable[[str, Graph], None]
 # Passes that give every operator one spelling. A graph is cut into stages after these.
 NORMALISING: tuple[Pass, ...] = (
-    extend_caches,
     drop_identities,
     lower_splits,
     lower_linears,

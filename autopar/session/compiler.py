@@ -27,7 +27,7 @@ from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
 from autopar.session.compiled import Compiled, groups_of
-from autopar.session.generation.serving import compile_pair
+from autopar.session.generation.pair import compile_pair
 from autopar.session.model_facts import facts_of
 
 _ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"

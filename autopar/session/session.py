@@ -33,7 +33,7 @@ from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.generation.generating import Generating
-from autopar.session.generation.serving import Pair, load_pair, refuse_more_shapes
+from autopar.session.generation.pair import Pair, load_pair, refuse_more_shapes
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
 from autopar.session.step_metrics import Metered

@@ -38,7 +38,7 @@ def encoded(rows: Tensor) -> Any:
     """Returns the output of an encoder with these hidden states."""
     from transformers.modeling_outputs import BaseModelOutput
 
-    return BaseModelOutput(last_hidden_state=rows)  # type: ignore[arg-type]
+    return BaseModelOutput(last_hidden_state=rows)
 
 
 def _layers(call: CachedCall, crosses: bool) -> int:
@@ -61,14 +61,14 @@ def _cache(call: CachedCall, crosses: bool) -> Any:
     layers: Iterator[Any] = (_layer(call, number, crosses) for number in itertools.count())
     if call.kept is None:
         replicated: Callable[[], Any] = layers.__next__
-        return Cache(layer_class_to_replicate=replicated)  # type: ignore[arg-type]
+        return Cache(layer_class_to_replicate=replicated)
     return Cache(layers=list(itertools.islice(layers, _layers(call, crosses))))
 
 
 def _layer(call: CachedCall, number: int, crosses: bool) -> Any:
     from transformers.cache_utils import CacheLayerMixin
 
-    class Layer(CacheLayerMixin):
+    class Layer(CacheLayerMixin):  # type: ignore[misc]
         """One layer's keys and values, kept by the call."""
 
         is_compileable = True

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import OptionError
-from autopar.files.checked_values import FLAG, NOTHING, Number, Or, Row, Whole, checked
+from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Or, Row, Whole, checked
 
 _TOKEN = Whole(0, 2**31)
-_CHECKS = {
+_CHECKS: dict[str, Check] = {
     "do_sample": Or((NOTHING, FLAG)),
     "temperature": Or((NOTHING, Number(0, 1e30))),
     "top_k": Or((NOTHING, Whole(0, 2**31))),
@@ -27,6 +27,7 @@ _CHECKS = {
     "pad_token_id": Or((NOTHING, _TOKEN)),
     "seed": Or((NOTHING, Whole(0, 2**63 - 1))),
     "max_new_tokens": Whole(1, 2**31),
+    "decoder_start_token_id": Or((NOTHING, _TOKEN)),
 }
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 # Values under which a setting of transformers that is not implemented here changes nothing.
@@ -44,41 +45,73 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 _SAMPLING = ("typical_p", "min_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
+class GenerateKeywords(TypedDict, total=False):
+    """Options of `Session.generate`, by transformers' names; all are optional.
+
+    Those that are not passed are those of the model's `generation_config`.
+
+    Attributes:
+        max_new_tokens: number of tokens at most, by default 20.
+        do_sample: whether tokens are drawn; otherwise the likeliest is taken.
+        temperature: divides the logits before a draw; by default 1.
+        top_k: number of the likeliest tokens to draw from, by default 50; 0 for all.
+        top_p: the likeliest tokens, up to this probability together, are drawn from; by default 1.
+        eos_token_id: token, or tokens, that end a sequence.
+        pad_token_id: what follows the end of a sequence; by default the token that ends it.
+        decoder_start_token_id: the first token of an encoder-decoder's results.
+        seed: of the draws; without it, torch's own generator, on one rank only.
+    """
+
+    max_new_tokens: int
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    decoder_start_token_id: int | None
+    seed: int | None
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How tokens are chosen.
 
     Attributes:
-        do_sample: whether they are drawn; otherwise the likeliest is taken.
-        temperature: divides the logits before a draw.
-        top_k: number of the likeliest tokens to draw from; 0 for all.
-        top_p: the likeliest tokens, up to this probability together, are drawn from.
+        most: number of tokens at most.
+        do_sample, temperature, top_k, top_p, seed: see `GenerateKeywords`.
         eos: tokens that end a sequence.
         pad: token of a sequence that has ended.
-        seed: of the draws; None for torch's own generator, which must be alike on all ranks.
+        start: the first token of an encoder-decoder's results; None for the model's.
     """
 
+    most: int
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     eos: tuple[int, ...] = ()
     pad: int | None = None
+    start: int | None = None
     seed: int | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, **given: Any) -> Decoding:
+    def of(cls, model: nn.Module, given: GenerateKeywords) -> Decoding:
         """Returns the settings of a call.
 
         Args:
             model: its `generation_config`, if it has one, states what is not given.
-            **given: values by transformers' names; None where they are not given.
+            given: the options that are passed.
 
         Raises:
+            TypeError: an option is unknown.
             OptionError: a value has the wrong type or is out of range, or the model's configuration
                 asks for something that is not implemented, such as beams.
         """
-        checked(OptionError, **{name: (value, _CHECKS[name]) for name, value in given.items()})
+        for name, value in given.items():
+            if name not in _CHECKS:
+                raise TypeError(f"there is no option {name!r}; options are {', '.join(_CHECKS)}")
+            checked(OptionError, **{name: (value, _CHECKS[name])})
         config = getattr(model, "generation_config", None)
 
         def setting(name: str) -> Any:
@@ -96,12 +129,14 @@ class Decoding:
                 todo="pass do_sample=False for greedy decoding",
             )
         return cls(
+            given.get("max_new_tokens", 20),
             sampled,
             setting("temperature"),
             setting("top_k"),
             setting("top_p"),
             ends,
             ends[0] if pad is None and ends else pad,
+            given.get("decoder_start_token_id"),
             given.get("seed"),
         )
 

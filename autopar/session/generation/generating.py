@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, OptionError
-from autopar.session.generation.decoding import Decoding
+from autopar.session.generation.decoding import Decoding, GenerateKeywords
+from autopar.session.generation.pair import Pair
 from autopar.session.generation.prompts import Prompts
-from autopar.session.generation.serving import Pair
 
 
 class Generating(ABC):
@@ -29,16 +29,7 @@ class Generating(ABC):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = 20,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        decoder_start_token_id: int | None = None,
-        seed: int | None = None,
+        **options: Unpack[GenerateKeywords],
     ) -> Tensor:
         """Continues prompts, one token after another, from the parameters that are stored.
 
@@ -52,15 +43,7 @@ class Generating(ABC):
                 its encoder reads, padded at either end.
             attention_mask: 1 for tokens that count, 0 for padding, of the same shape; by default
                 tokens other than `pad_token_id`, unless that also ends a sequence.
-            max_new_tokens: number of tokens at most.
-            do_sample: whether tokens are drawn; otherwise the likeliest is taken.
-            temperature: divides the logits before a draw; by default 1.
-            top_k: number of the likeliest tokens to draw from, by default 50; 0 for all.
-            top_p: the likeliest tokens, up to this probability together, are drawn from.
-            eos_token_id: token, or tokens, that end a sequence.
-            pad_token_id: what follows the end of a sequence; by default the token that ends it.
-            decoder_start_token_id: the first token of an encoder-decoder's results.
-            seed: of the draws; without it, torch's own generator, which must be alike on all ranks.
+            **options: see `GenerateKeywords`.
 
         Returns:
             The prompts and what follows them, i64[batch, tokens]; of an encoder-decoder, what its
@@ -78,28 +61,18 @@ class Generating(ABC):
             raise BatchError(
                 "the prompts are no tensor [batch, tokens]", todo="pass input_ids of a tokenizer"
             )
-        decoding = Decoding.of(
-            self._model,
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            seed=seed,
-        )
+        decoding = Decoding.of(self._model, options)
         refuse_seedless(decoding, dist.get_world_size() if dist.is_initialized() else 1)
-        prompts = Prompts.of(
-            self._model, input_ids, attention_mask, decoding, decoder_start_token_id
-        )
-        pair = self._generating(Sizes(*input_ids.shape, max_new_tokens))
-        return _generated(pair, prompts, decoding, max_new_tokens)
+        prompts = Prompts.of(self._model, input_ids, attention_mask, decoding)
+        batch, tokens = input_ids.shape
+        pair = self._generating(Sizes(batch, tokens, decoding.most))
+        return _generated(pair, prompts, decoding)
 
 
 @torch.no_grad()
-def _generated(pair: Pair, prompts: Prompts, decoding: Decoding, count: int) -> Tensor:
-    """Returns the first tokens of the results and up to `count` generated ones."""
+def _generated(pair: Pair, prompts: Prompts, decoding: Decoding) -> Tensor:
+    """Returns the first tokens of the results and the generated ones."""
+    count = decoding.most
     generator, results = decoding.generator(), [prompts.first]
     unfinished = torch.ones(len(prompts.first), dtype=torch.bool)
     ends = torch.tensor(decoding.eos, dtype=torch.int64)

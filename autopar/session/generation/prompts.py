@@ -37,7 +37,6 @@ class Prompts:
         ids: Tensor,
         mask: Tensor | None,
         decoding: Decoding,
-        start: int | None,
     ) -> Prompts:
         """Returns prompts with their mask.
 
@@ -54,7 +53,7 @@ class Prompts:
                 todo="pass a mask of the shape of input_ids",
             )
         if has_encoder(model):
-            return cls(ids, mask, _start(model, len(ids), start), encoded=True)
+            return cls(ids, mask, _start(model, len(ids), decoding.start), encoded=True)
         if not bool(mask[:, -1].all()):
             raise BatchError(
                 "a prompt is padded on the right",

@@ -1,4 +1,4 @@
-"""The programs of a generation: a prefill and a decode over the parameters of a session."""
+"""A pair of programs, a prefill and a decode, over the parameters of a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, ProgramError
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
-from autopar.planning.serving import capture_generation, generating_options, plan_serving
+from autopar.planning.generation.serving import capture_generation, generating_options, plan_serving
 from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
@@ -70,9 +70,9 @@ def compile_pair(
     texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
     compare_ranks(texts, BatchError, _ADVICE)
     stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
-    graphs = [each.graph for each in both]
+    before, after = (each.graph for each in both)
     planned = from_first_rank(
-        lambda: plan_serving(*graphs, compiler.mesh, options, sizes.new_tokens, stored)
+        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
     )
     prefill, decode = (
         Compiled.of(

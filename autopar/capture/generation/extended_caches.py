@@ -1,4 +1,4 @@
-"""A pass that writes rows into caches in place, instead of computing whole new caches.
+"""Writes rows into caches in place, instead of computing whole new caches.
 
 A trace of `cache.index_copy_(2, positions, rows)` computes a new value of the buffer, which
 `autopar.write` stores at the end of the step. A program that generates has no backward that could
@@ -9,34 +9,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.capture.generation.cached_call import CACHES
 from autopar.errors import CaptureError
-from autopar.ir.graph import EXTEND, WRITE, Graph, Node
+from autopar.ir.graph import CACHE, EXTEND, WRITE, Graph, Node
 
 _COPY = "aten.index_copy"
 
 
 def extend_caches(graph: Graph) -> Graph:
-    """Returns `graph` with caches that are extended in place.
+    """Returns the graph of a `CachedCall` with leaves that are marked as caches, and extended.
 
     Raises:
         CaptureError: a cache is extended twice, or read before it is extended.
     """
-    caches = {leaf.name for leaf in graph.leaves("buffer") if leaf.is_cache}
-    if not caches:
-        return graph
+    caches = {leaf.name for leaf in graph.leaves("buffer") if leaf.target.startswith(CACHES)}
     nodes = []
     for node in graph.nodes:
-        if node.op == WRITE and node.inputs[0] in caches:
-            continue
-        if node.op == _COPY and node.inputs[0] in caches:
-            node = replace(node, op=EXTEND)
-        nodes.append(node)
-    extended = replace(graph, nodes=tuple(nodes), repeats=())
+        if node.name in caches:
+            nodes.append(replace(node, kwargs=((CACHE, True),)))
+        elif node.op == _COPY and node.inputs[0] in caches:
+            nodes.append(replace(node, op=EXTEND))
+        elif not (node.op == WRITE and node.inputs[0] in caches):
+            nodes.append(node)
     for name in caches:
         readers = [node for node in nodes if name in node.inputs]
         if EXTEND in (reader.op for reader in readers) and len(readers) > 1:
             raise _misused(graph[name], readers)
-    return extended
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _misused(cache: Node, readers: list[Node]) -> CaptureError:
