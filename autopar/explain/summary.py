@@ -77,6 +77,13 @@ def explain(
         "optimizer": sum((parameter.optimizer for parameter in table), shared),
         "activations": sum(cost.saved for cost in costs.values()),
     }
+    if caches := sum(
+        graph.multiplicity[leaf.name]
+        * plan.nodes[leaf.name].results[0][1].local_bytes(leaf.type, plan.mesh)
+        for leaf in graph.folded
+        if leaf.is_cache
+    ):
+        memory["caches"] = float(caches)
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
     copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches

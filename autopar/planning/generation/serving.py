@@ -11,16 +11,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.capture.capture import Captured
-from autopar.capture.generation.cached_call import CachedCall
-from autopar.capture.generation.calls import Arguments, Sizes, steps_of
 from autopar.errors import AutoparError, PinError, ProgramError
 from autopar.generation_plan import GenerationPlan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.plan import Plan
-from autopar.planning.capturing import Call, capture_call
+from autopar.planning.generation.graphs import Sizes, capture_generation
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.planner import make_plan
 from autopar.planning.stored import storages_of, with_equal_blocks
@@ -51,27 +48,6 @@ def generating_options(options: Options) -> Options:
     return replace(options, recompute="none", offload="none", state=None, loss_fn=None)
 
 
-def capture_generation(
-    model: nn.Module, sizes: Sizes, options: Options
-) -> tuple[Captured, Captured]:
-    """Captures the prefill and the decode of a model.
-
-    Args:
-        model: takes `past_key_values`.
-        sizes: of the prompts.
-        options: of planning, from `generating_options`.
-
-    Raises:
-        CaptureError: the model cannot be traced, or keeps nothing between tokens.
-    """
-
-    def captured(caches: CachedCall, arguments: Arguments) -> Captured:
-        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
-
-    prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
-    return prefill, decode
-
-
 def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes) -> GenerationPlan:
     """Captures a model and returns the fastest plan of its prefill and decode.
 
@@ -80,9 +56,14 @@ def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes
     """
     options = generating_options(options)
     prefill, decode = capture_generation(model, sizes, options)
-    (_, before), (_, after) = plan_serving(
-        prefill.graph, decode.graph, mesh, options, sizes.new_tokens, {}
-    )
+    return plan_graphs(prefill.graph, decode.graph, mesh, options, sizes)
+
+
+def plan_graphs(
+    prefill: Graph, decode: Graph, mesh: Mesh, options: Options, sizes: Sizes
+) -> GenerationPlan:
+    """Returns the fastest plan of a prefill and a decode; see `plan_serving`."""
+    (_, before), (_, after) = plan_serving(prefill, decode, mesh, options, sizes.new_tokens, {})
     return GenerationPlan(
         Plan.of(before), Plan.of(after), sizes.batch, sizes.prompt, sizes.new_tokens
     )

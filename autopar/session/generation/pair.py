@@ -13,7 +13,8 @@ from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, ProgramError
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
-from autopar.planning.generation.serving import capture_generation, generating_options, plan_serving
+from autopar.planning.generation.graphs import capture_generation
+from autopar.planning.generation.serving import generating_options, plan_serving
 from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
