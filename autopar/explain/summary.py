@@ -8,7 +8,15 @@ from itertools import groupby
 
 from autopar.cost.device import device
 from autopar.cost.uncertainty import error_seconds
-from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
+from autopar.explain.explanation import (
+    CACHES,
+    Cost,
+    Explanation,
+    Line,
+    Operator,
+    Parameter,
+    Section,
+)
 from autopar.explain.layer_names import layers
 from autopar.explain.moves import Move, moves
 from autopar.explain.node_names import block_modules, common, parameter_name
@@ -83,7 +91,7 @@ def explain(
         for leaf in graph.folded
         if leaf.is_cache
     ):
-        memory["caches"] = float(caches)
+        memory[CACHES] = float(caches)
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
     copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches
