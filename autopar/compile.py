@@ -201,7 +201,7 @@ def compile(
     *,
     example_inputs: Any = None,
     optimizer: OptimizerFactory = torch.optim.AdamW,
-    plan: Plan | None = None,
+    plan: Plan | GenerationPlan | None = None,
     dump: str | Path | Dump | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Session:
@@ -216,7 +216,7 @@ def compile(
         example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
             arguments, or one tensor. If it is None, the first step captures its batch.
         optimizer: a function that makes a torch optimizer for parameters, which are local shards.
-        plan: a plan to use instead of searching for one.
+        plan: a plan to use instead of searching for one; with one of a generation, call `generate`.
         dump: a folder to which every rank writes its last calls if one fails, by default a
             temporary folder that the error names; or an `autopar.Dump`, which can also set a signal
             that requests it. `autopar doctor FOLDER` compares the dumps.
@@ -249,14 +249,17 @@ def compile(
     given = {"model": model, "mesh": mesh, "example_inputs": example_inputs, "plan": plan}
     given |= {"optimizer": optimizer, "dump": dump, **options}
     check(given, CompileKeywords)
+    generation = plan if isinstance(plan, GenerationPlan) else None
+    plan = plan if isinstance(plan, Plan) else None
     devices = as_mesh(mesh)
     join_processes(devices)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
     check_processes(devices)  # every process must have a device of its own
-    asked = planning_options(options, optimizer, model, plan)
+    stated = plan if generation is None else generation.decode
+    asked = planning_options(options, optimizer, model, stated)
     Peers.here().dumps.configure(Dump.read(dump))
     trained, how = training(model, optimizer, options), running(options)
-    compiler = Compiler(devices, asked, plan, outer_of(options, plan))
+    compiler = Compiler(devices, asked, plan, outer_of(options, plan), generation)
     if how.cuda_graph and compiler.has_stages:
         refuse_graphs_of_stages()
     cost_model(devices, asked)  # refuses bad options before the model is captured

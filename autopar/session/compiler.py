@@ -10,7 +10,8 @@ from torch import nn
 
 from autopar.capture.capture import Captured
 from autopar.capture.generation.calls import Sizes
-from autopar.errors import BatchError, ScheduleError
+from autopar.errors import BatchError, PlanMismatchError, ScheduleError
+from autopar.generation_plan import GenerationPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
@@ -43,12 +44,14 @@ class Compiler:
         plan: a plan to use instead of searching for one.
         outer: how replicas along independent axes synchronise; each runs a separate program on its
             part of the batch.
+        generation: a plan to use for the first generation.
     """
 
     mesh: Mesh
     options: Options
     plan: Plan | None = None
     outer: Outer | None = None
+    generation: GenerationPlan | None = None
 
     def __post_init__(self) -> None:
         if self.outer is not None:
@@ -73,6 +76,12 @@ class Compiler:
             CaptureError, InfeasibleError, PlanMismatchError: see `autopar.compile`.
             BatchError: the ranks captured different graphs.
         """
+        if self.generation is not None:
+            raise PlanMismatchError(
+                "the plan is for a generation",
+                why="it has a prefill and a decode, and no step of a training",
+                todo="call program.generate first, or pass a plan of a training",
+            )
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
         if self.plan is None and self.outer is None and asks_for_local(self.options.allow):

@@ -33,7 +33,12 @@ from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.generation.generating import Generating
-from autopar.session.generation.pair import Pair, load_pair, refuse_more_shapes
+from autopar.session.generation.pair import (
+    Pair,
+    load_pair,
+    refuse_if_generating,
+    refuse_more_shapes,
+)
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
 from autopar.session.step_metrics import Metered
@@ -203,6 +208,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
                 why="program.eval() was called",
                 todo="call program.train() before the step",
             )
+        refuse_if_generating(self._compiled, "train", "pass example_inputs to compile")
         program, inputs = self._ready_for(args, kwargs, training=True)
         executor = self._ready()
         with (
@@ -234,22 +240,21 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         return program, inputs
 
     def _generating(self, sizes: Sizes) -> Pair:
-        """Returns the programs of a generation, compiled if they are new."""
+        """Returns the programs of a generation, compiled if new."""
         self._refuse_closed()
         refuse_autocast()
         if sizes in self._pairs:
             return self._pairs[sizes]
         refuse_more_shapes(len(self._pairs))
-        first, model = self._compiled, self._model
+        first = self._compiled
         if self._executor is not None:
             self._executor.meet("generate")
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
-            compiled = self._compiler.generating(model, sizes, first)
+            compiled = self._compiler.generating(self._model, sizes, first)
             if first is None:  # nothing is trained: the decode stores the parameters
-                self._modes = Modes(model)
+                self._modes = Modes(self._model)
                 self._start(compiled[1], Peers.here().recorder)
-            executor, backend = self._ready(), self._running_as.backend
-            self._pairs[sizes] = load_pair(executor, compiled, backend, self.compiled)
+            self._pairs[sizes] = load_pair(self._ready(), compiled, self._running_as, self.compiled)
         return self._pairs[sizes]
 
     def _padded(
@@ -373,6 +378,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
             ProgramError: no batch was passed yet, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
+        refuse_if_generating(compiled, "be saved", "save a checkpoint, or program.plan")
         if executor.part.world > 1:
             raise ProgramError(
                 "a program of local batches cannot be saved to run by itself",

@@ -19,6 +19,13 @@ from transformers import (
 )
 
 import autopar
+from autopar.errors import (
+    BatchError,
+    CaptureError,
+    OptionError,
+    PlanMismatchError,
+    ProgramError,
+)
 from autopar.pins import data_parallel, megatron
 from tests.support.ranks import run_ranks
 
@@ -185,3 +192,89 @@ def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...])
             assert own == pytest.approx(losses[1:], abs=1e-9)
             assert again.equal(last)
             assert not any("cache" in name for name in weights)
+
+
+class Own(nn.Module):
+    """A decoder that is not of transformers, without mask and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+        x, tokens = self.table(input_ids), input_ids.shape[1]
+        seen, keys = 0, tokens
+        if past_key_values is not None:
+            seen, keys = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(tokens)[0]
+        mask = torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+        for layer, projection in enumerate(self.projections):
+            parts = projection(x).chunk(3, -1)
+            q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in parts)
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, layer)
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            x = x + attended.transpose(1, 2).flatten(2)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_a_model_of_ones_own_generates_by_a_plan() -> None:
+    """Judged by the model without a cache, on ever longer texts."""
+    torch.manual_seed(0)
+    model, ids = Own().double(), prompts()["input_ids"]
+    wanted = ids
+    for _ in range(NEW):
+        wanted = torch.cat([wanted, model(wanted)[:, -1].argmax(-1, keepdim=True)], 1)
+    sizes = {"batch": 4, "prompt": 5, "new_tokens": NEW}
+    plan = autopar.plan(model, "cpu: gpu=1", task="generate", **sizes)
+    assert autopar.GenerationPlan.from_toml(str(plan)) == plan
+    with autopar.compile(model, "cpu: gpu=1", plan=plan) as program:
+        with pytest.raises(PlanMismatchError, match="other prompts"):
+            program.generate(ids, max_new_tokens=NEW - 1)
+        assert program.generate(ids, max_new_tokens=NEW).equal(wanted)
+        assert program.generate(ids, max_new_tokens=3).equal(wanted[:, :8])
+        with pytest.raises(ProgramError, match="cannot train"):
+            program.step(ids)
+        with pytest.raises(BatchError, match="need a mask"):
+            program.generate(ids, prompts()["attention_mask"], max_new_tokens=NEW)
+
+
+def test_what_cannot_be_generated_is_refused_by_name() -> None:
+    model, given = made("gpt2"), prompts()
+    with autopar.compile(model, "cpu: gpu=1") as program:
+        with pytest.raises(BatchError, match="the model has 32 positions"):
+            program.generate(given["input_ids"], max_new_tokens=29)
+        with pytest.raises(BatchError, match="padded on the right"):
+            program.generate(given["input_ids"], given["attention_mask"].flip(1))
+        with pytest.raises(BatchError, match="unknown to the model"):
+            program.generate(given["input_ids"] + WORDS)
+        with pytest.raises(TypeError, match="num_beams"):
+            program.generate(given["input_ids"], num_beams=2)
+        model.generation_config.repetition_penalty = 1.5
+        with pytest.raises(OptionError, match="repetition_penalty"):
+            program.generate(given["input_ids"])
+    with (
+        autopar.compile(nn.Linear(2, 2), "cpu: gpu=1") as program,
+        pytest.raises(CaptureError, match="past_key_values"),
+    ):
+        program.generate(given["input_ids"])
+
+
+def test_prices_of_a_generation_follow_closed_forms() -> None:
+    """On one device: bytes of weights and caches, and rates that grow with the batch."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
+    few, many = (
+        autopar.plan(model, "H100: gpu=1", task="generate", batch=n, prompt=64, new_tokens=32)
+        for n in (1, 16)
+    )
+    weights = sum(4 * parameter.numel() for parameter in model.parameters())
+    cache = 2 * 2 * 4096 * (64 + 32) * 4  # keys and values of two layers of one sequence
+    for plan, batch in ((few, 1), (many, 16)):
+        held = weights + batch * cache
+        assert held < plan.decode.predicted.peak_bytes < 1.1 * held
+        assert plan.token_seconds > held / 3.35e12  # every byte is read for a token
+        assert plan.seconds == pytest.approx(plan.first_token_seconds + 31 * plan.token_seconds)
+        assert plan.tokens_per_second == pytest.approx(32 * batch / plan.seconds)
+    assert many.tokens_per_second > 8 * few.tokens_per_second

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture.generation.calls import Sizes
-from autopar.errors import BatchError, OptionError
+from autopar.errors import OptionError
 from autopar.session.generation.decoding import Decoding, GenerateKeywords
 from autopar.session.generation.pair import Pair
-from autopar.session.generation.prompts import Prompts
+from autopar.session.generation.prompts import Prompts, check_prompts
 
 
 class Generating(ABC):
@@ -57,10 +57,7 @@ class Generating(ABC):
             CaptureError: the model takes no cache; says what to add.
             ProgramError: the program has stages, local batches, or replicas that train apart.
         """
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise BatchError(
-                "the prompts are no tensor [batch, tokens]", todo="pass input_ids of a tokenizer"
-            )
+        check_prompts(self._model, input_ids)
         decoding = Decoding.of(self._model, options)
         refuse_seedless(decoding, dist.get_world_size() if dist.is_initialized() else 1)
         prompts = Prompts.of(self._model, input_ids, attention_mask, decoding)

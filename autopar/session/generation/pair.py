@@ -9,25 +9,32 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from autopar.capture.capture import Captured
 from autopar.capture.generation.calls import Sizes
-from autopar.errors import BatchError, ProgramError
+from autopar.errors import BatchError, PlanMismatchError, ProgramError
+from autopar.generation_plan import GenerationPlan
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.generation.graphs import capture_generation
 from autopar.planning.generation.serving import generating_options, plan_serving
+from autopar.planning.options import Options
 from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
-from autopar.session.compiled import Compiled
+from autopar.session.compiled import Compiled, Running
 
 if TYPE_CHECKING:
     from autopar.session.compiler import Compiler
 
 SHAPES = 8  # at most this many shapes of prompts, each with its programs and caches
 Forward = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Both = tuple[Captured, Captured]
+Plans = tuple[tuple[Graph, Plan], tuple[Graph, Plan]]
 _ADVICE = "build the same model on every rank, and pass the same prompts on every rank"
 
 
@@ -62,6 +69,7 @@ def compile_pair(
         CaptureError, InfeasibleError: see `autopar.compile`.
         ProgramError: the program has stages, local batches, or replicas that train apart.
         BatchError: the ranks captured different graphs.
+        PlanMismatchError: the given plan is for other prompts, another model or another mesh.
     """
     refuse_outer(compiler.outer or (None if first is None else first.plan.outer))
     if first is not None and first.plan.is_pipeline:
@@ -70,18 +78,43 @@ def compile_pair(
     both = capture_generation(model, sizes, options)
     texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
     compare_ranks(texts, BatchError, _ADVICE)
-    stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
-    before, after = (each.graph for each in both)
-    planned = from_first_rank(
-        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
-    )
+    given = compiler.generation
+    if first is None and given is not None:
+        plans = _given(given, both, sizes, compiler.mesh)
+    else:
+        plans = _searched(compiler, both, sizes, options, first)
     prefill, decode = (
-        Compiled.of(
-            replace(each, graph=graph), Plan.of(plan).on(compiler.mesh), options, Trace(None)
-        )
-        for each, (graph, plan) in zip(both, planned, strict=True)
+        Compiled.of(replace(each, graph=graph), plan.on(compiler.mesh), options, Trace(None))
+        for each, (graph, plan) in zip(both, plans, strict=True)
     )
     return prefill, decode
+
+
+def _searched(
+    compiler: Compiler, both: Both, sizes: Sizes, options: Options, first: Compiled | None
+) -> Plans:
+    """Returns the fastest plans, over the parameters of the first program if there is one."""
+    stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
+    before, after = (each.graph for each in both)
+    one, two = from_first_rank(
+        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
+    )
+    return (one[0], Plan.of(one[1])), (two[0], Plan.of(two[1]))
+
+
+def _given(plan: GenerationPlan, both: Both, sizes: Sizes, mesh: Mesh) -> Plans:
+    """Returns the plans of a given one; PlanMismatchError if it is for other prompts or models."""
+    planned = Sizes(plan.batch, plan.prompt, plan.new_tokens)
+    if planned != sizes:
+        raise PlanMismatchError(
+            "the plan is for other prompts",
+            why=f"it is for {planned}, and these are {sizes}",
+            todo="generate from prompts of these sizes first, or plan for the others",
+        )
+    (before, after), (prefill, decode) = both, (plan.prefill, plan.decode)
+    prefill.check(before.graph, mesh)
+    decode.check(after.graph, mesh)
+    return (before.graph, prefill), (after.graph, decode)
 
 
 _NAMES = ("prefill", "decode")
@@ -106,14 +139,14 @@ def _stages() -> ProgramError:
 
 
 def load_pair(
-    executor: object, compiled: tuple[Compiled, Compiled], backend: str, main: Compiled
+    executor: object, compiled: tuple[Compiled, Compiled], running: Running, main: Compiled
 ) -> Pair:
     """Loads the programs over the parameters of an executor; every rank calls it.
 
     Args:
         executor: of the session.
         compiled: the prefill and the decode.
-        backend: see `autopar.compile`.
+        running: how the session runs programs.
         main: the program that the executor started with, which may be the decode.
 
     Raises:
@@ -127,7 +160,7 @@ def load_pair(
         if each is not main:
             buffers = each.captured.buffers.items()
             own = {name: value for name, value in buffers if name not in executor.shapes}
-            variant = executor.add(each.modules(backend)[0], own)
+            variant = executor.add(each.modules(running.backend)[0], own)
         found.append(variant)
 
     def run(number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +171,18 @@ def load_pair(
             tensor.zero_()
 
     return Pair(compiled, partial(run, 0), partial(run, 1), clear)
+
+
+def refuse_if_generating(compiled: Compiled | None, what: str, todo: str) -> None:
+    """Raises ProgramError if the first program of a session generates."""
+    if compiled is not None and any(
+        leaf.is_cache for leaf in compiled.captured.graph.leaves("buffer")
+    ):
+        raise ProgramError(
+            f"a program that began with generate cannot {what}",
+            why="its parameters are stored for a generation, without gradients",
+            todo=todo,
+        )
 
 
 def refuse_more_shapes(known: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,27 @@ from autopar.capture.generation.decoder_call import IDS, MASK, POSITIONS, START
 from autopar.capture.generation.encoder_decoder_call import TARGET, TARGET_MASK
 from autopar.errors import BatchError, OptionError
 from autopar.session.generation.decoding import Decoding
+
+
+def check_prompts(model: nn.Module, ids: object) -> None:
+    """Raises BatchError unless `ids` are tokens [batch, tokens] that the model can look up.
+
+    A program with a split table of embeddings would take zeros for other tokens.
+    """
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
+    if not isinstance(ids, Tensor) or not whole or ids.dim() != 2 or ids.numel() == 0:
+        raise BatchError(
+            "the prompts are no whole numbers [batch, tokens]",
+            todo="pass input_ids of a tokenizer",
+        )
+    embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    known = getattr(embeddings, "num_embeddings", None)
+    if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise BatchError(
+            "a token of the prompts is unknown to the model",
+            why=f"tokens are {int(ids.min())} to {int(ids.max())}, and the table has {known}",
+            todo="use the model's own tokenizer",
+        )
 
 
 @dataclass(frozen=True)
