@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar import callbacks, outer, pins
     from autopar.compile import compile, emit, load, plan
+    from autopar.generation_plan import GenerationPlan
     from autopar.intra_op.pins.named_dims import layout
     from autopar.intra_op.rule import OpRule, rule
     from autopar.ir.mesh import Mesh
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Compiled",
     "Dump",
+    "GenerationPlan",
     "Mesh",
     "OpRule",
     "Padding",
@@ -56,6 +58,7 @@ __all__ = [
 _HOMES = {
     "Compiled": "session.compiled",
     "Dump": "runtime.ranks.dumps",
+    "GenerationPlan": "generation_plan",
     "Mesh": "ir.mesh",
     "OpRule": "intra_op.rule",
     "Padding": "session.padding",

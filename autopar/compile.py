@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
+from autopar.generation_plan import GenerationPlan
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.generation.serving import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
@@ -29,6 +31,8 @@ from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
 from autopar.session.compiled import Compiled, refuse_graphs_of_stages
 from autopar.session.compiler import Compiler, Loader
+from autopar.session.generation.pair import refuse_outer
+from autopar.session.generation.sizes import sizes_of
 from autopar.session.keywords import (
     DEFAULTS,
     CompileKeywords,
@@ -43,18 +47,50 @@ from autopar.session.keywords import (
 from autopar.session.session import Session
 
 
+@overload
 def plan(
     model: nn.Module,
     mesh: MeshLike,
     *,
     example_inputs: Any,
-    optimizer: OptimizerFactory = torch.optim.AdamW,
+    optimizer: OptimizerFactory = ...,
+    task: Literal["train"] = ...,
     **options: Unpack[PlanKeywords],
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    task: Literal["generate"],
+    batch: int,
+    prompt: int,
+    new_tokens: int,
+    **options: Unpack[PlanKeywords],
+) -> GenerationPlan: ...
+
+
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Any = None,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    task: str = "train",
+    batch: int | None = None,
+    prompt: int | None = None,
+    new_tokens: int | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan | GenerationPlan:
     """Plans a model without a process group, a GPU or weights.
 
     Args:
         model, mesh, example_inputs, optimizer: as for `compile`.
+        task: "train", or "generate" for a prefill and a decode over the same parameters.
+        batch, prompt, new_tokens: with "generate", the number of sequences, of tokens of each
+            prompt and of tokens that follow.
         **options: see `autopar.session.keywords.PlanKeywords`.
 
     Returns:
@@ -65,6 +101,10 @@ def plan(
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer, model)
+    sizes = sizes_of(task, batch, prompt, new_tokens, example_inputs)
+    if sizes is not None:
+        refuse_outer(outer_of(options))
+        return plan_generation(model, as_mesh(mesh), asked, sizes)
     call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
     if outer is None:
         find = choose if asks_for_local(asked.allow) else plan_model
@@ -161,7 +201,7 @@ def compile(
     *,
     example_inputs: Any = None,
     optimizer: OptimizerFactory = torch.optim.AdamW,
-    plan: Plan | None = None,
+    plan: Plan | GenerationPlan | None = None,
     dump: str | Path | Dump | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Session:
@@ -176,7 +216,7 @@ def compile(
         example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
             arguments, or one tensor. If it is None, the first step captures its batch.
         optimizer: a function that makes a torch optimizer for parameters, which are local shards.
-        plan: a plan to use instead of searching for one.
+        plan: a plan to use instead of searching for one; with one of a generation, call `generate`.
         dump: a folder to which every rank writes its last calls if one fails, by default a
             temporary folder that the error names; or an `autopar.Dump`, which can also set a signal
             that requests it. `autopar doctor FOLDER` compares the dumps.
@@ -209,14 +249,17 @@ def compile(
     given = {"model": model, "mesh": mesh, "example_inputs": example_inputs, "plan": plan}
     given |= {"optimizer": optimizer, "dump": dump, **options}
     check(given, CompileKeywords)
+    generation = plan if isinstance(plan, GenerationPlan) else None
+    plan = plan if isinstance(plan, Plan) else None
     devices = as_mesh(mesh)
     join_processes(devices)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
     check_processes(devices)  # every process must have a device of its own
-    asked = planning_options(options, optimizer, model, plan)
+    stated = plan if generation is None else generation.decode
+    asked = planning_options(options, optimizer, model, stated)
     Peers.here().dumps.configure(Dump.read(dump))
     trained, how = training(model, optimizer, options), running(options)
-    compiler = Compiler(devices, asked, plan, outer_of(options, plan))
+    compiler = Compiler(devices, asked, plan, outer_of(options, plan), generation)
     if how.cuda_graph and compiler.has_stages:
         refuse_graphs_of_stages()
     # refuses bad options before the model is captured

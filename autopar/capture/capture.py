@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from autopar.capture.advice import explain
 from autopar.capture.attributes import changed
 from autopar.capture.dtypes.cast import computing_in
 from autopar.capture.flat_model import FlatModel, loss_parameters
+from autopar.capture.generation.cached_call import CACHES, CachedCall, frozen
+from autopar.capture.generation.extended_caches import extend_caches
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
@@ -57,6 +60,7 @@ def capture(
     name: str = "",
     known: Container[str] | None = None,
     precision: Precision = AS_IS,
+    caches: CachedCall | None = None,
 ) -> Captured:
     """Captures the model's forward on a batch like `model(*args, **kwargs)`.
 
@@ -70,6 +74,8 @@ def capture(
     decomposed into those by which torch defines it, if it is. With a `precision` the model is
     traced as if its parameters had the computing dtype; floating tensors of the batch are cast to
     it for the model, but not for the loss_fn. Losses are float32, unless the precision is pure.
+    With `caches`, the traced call is `caches(model, *args, **kwargs)`, in evaluation, without
+    gradients and without the loss_fn.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation cannot be part of a
@@ -78,28 +84,29 @@ def capture(
         PrecisionError: the model has nothing to compute in the precision.
     """
     refuse_wrapped(model)
-    with computing_in(model, precision):
+    loss_fn = loss_fn if caches is None else None
+    with computing_in(model, precision), nullcontext() if caches is None else frozen(model):
         dtype = TORCH_DTYPES.get(precision.compute)
-        wrapped = partial(FlatModel, model, loss_fn, dtype=dtype, pure=precision.pure)
-        return _captured(model, args, kwargs or {}, loss_fn, name, known, wrapped)
+        wrapped = partial(
+            FlatModel, model, loss_fn, dtype=dtype, pure=precision.pure, caches=caches
+        )
+        signature = _signature(model, loss_fn) if caches is None else caches.signature
+        inputs = Inputs.of(signature, args, kwargs or {})
+        batch = inputs.flatten(args, kwargs or {})
+        return _captured(model, wrapped(inputs), batch, name, known)
 
 
 def _captured(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Tensor] | None,
+    wrapper: FlatModel,
+    batch: dict[str, Tensor],
     name: str,
     known: Container[str] | None,
-    wrapped: Callable[[Inputs], FlatModel],
 ) -> Captured:
-    inputs = Inputs.of(_signature(model, loss_fn), args, kwargs)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     # Distinct tensors, since export would alias one tensor that is passed as two inputs.
-    batch = inputs.flatten(args, kwargs).values()
-    examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch)
+    examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch.values())
     refuse_hooks(model)
-    wrapper = wrapped(inputs)
     program = _export(wrapper, examples)
     lowering = Lowering(known)
     first: dict[int, str] = {}
@@ -121,9 +128,11 @@ def _captured(
         tuple(sorted(outputs.items(), key=lambda item: item[0] != seen.loss)),
         outputs.get(seen.loss or ""),
     )
+    graph = graph if wrapper.caches is None else extend_caches(graph)
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = computed(model, buffers)
-    return Captured(tie(graph), buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
+    renamed = {k: names[k] for k, _ in parameters}
+    return Captured(tie(graph), buffers, renamed, wrapper.inputs, seen.output)
 
 
 _LOST_CONSTANT = "fake tensor in the exported program constant"
@@ -214,6 +223,8 @@ def _place_leaves(
                     f"loss_fn holds the parameter {target!r}", todo="let the model hold it"
                 )
             lowering.leaf(node, "param", target, tensors[target].requires_grad)
+        elif target.startswith(CACHES):
+            lowering.leaf(node, "buffer", target)  # it has no values yet
         else:
             lowering.leaf(node, "buffer", target)
             buffers[target] = tensors.get(target, program.constants.get(spec.target))

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from autopar.capture.attributes import State, changed
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.dtypes.full_losses import losses_in_float32
+from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.stand_ins.flex import flex_traced
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.watch import Watch
@@ -65,8 +66,10 @@ class FlatModel(nn.Module):
         inputs: Inputs,
         dtype: torch.dtype | None = None,
         pure: bool = False,
+        caches: CachedCall | None = None,
     ) -> None:
         super().__init__()
+        self.caches = caches
         self.dtype = dtype
         half = (torch.bfloat16, torch.float16)
         self.narrow = dtype if dtype in half and not pure else None
@@ -103,7 +106,10 @@ class FlatModel(nn.Module):
     def _call(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of model and loss_fn, by name."""
         args, kwargs = self.inputs.rebuild(self._cast(batch), without=self.for_loss_only)
-        value = self.model(*args, **kwargs)
+        if self.caches is None:
+            value = self.model(*args, **kwargs)
+        else:
+            value = self.caches(self.model, *args, **kwargs)
         root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
         output = Structure.of(value, root, constants=False)
         named = output.flatten(value)

@@ -26,6 +26,7 @@ from autopar.explain import (
     render_fused,
     view,
 )
+from autopar.generation_plan import generates
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.builder import Builder
 from autopar.intra_op.node_choices import Option
@@ -97,11 +98,17 @@ def command(
     autopar explain plan.toml --by layer
     autopar explain plan.toml --dims
     autopar explain pipeline.toml --stage 1 --by collective
+    autopar explain generation.toml
     """
-    from autopar.cli.common import pipeline_view
+    from autopar.cli.common import generation_view, pipeline_view
     from autopar.cli.common.opened import PlanFile
 
     known = table(own_rules(rule_files))
+    if generates(file):
+        if number is not None or trace_json is not None or named:
+            raise click.UsageError("--stage, --trace-json and --dims are for plans of training")
+        generation_view.show(file, model, known, by, as_json)
+        return
     asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
     whole = asked.plan.is_pipeline and number is None
     _refuse(asked, number, whole and bool(by or everything or named), trace_json)

@@ -10,6 +10,7 @@ import click
 
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.generation_options import generation_options
 from autopar.cli.common.given_stages import show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
@@ -162,6 +163,7 @@ if TYPE_CHECKING:
 )
 @stage_options
 @JSON
+@generation_options
 def command(
     model: str,
     mesh_text: str,
@@ -218,6 +220,7 @@ def command(
     autopar plan gpt2 --mesh "H100: pp=4, gpu=2" --stages 4 --microbatches 8 --batch 8
     autopar plan gpt2 --mesh "H100: gpu=8" --accumulate 4 --batch 256
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
+    autopar plan llama-3-8b --mesh "H100: gpu=8" --task generate --batch 32 --prompt 512
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
     before = Plan.load(source).stage if source else None

@@ -147,7 +147,8 @@ def _written(graph: Graph) -> str:
         for name in writes(node):
             while not graph[name].is_leaf:  # a view
                 name = graph[name].inputs[0]
-            keys[leaf_key(graph[name])] = None
+            if not graph[name].is_cache:
+                keys[leaf_key(graph[name])] = None
     if not keys:
         return ""
     lines = "".join(f"    {quoted(key)},\n" for key in keys)
@@ -323,6 +324,8 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
         given.append(f"piece=Piece({dim}, {start}, {length})")
     if not node.requires_grad:
         given.append("trainable=False")
+    if node.is_cache:
+        given.append("cache=True")
     line = f"{indent}stored({', '.join(given)}),"
     if len(line) + 4 <= WIDTH:
         return [line]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from autopar.explain.moves import Move
 
+CACHES = "caches"  # of a generation, among the causes of memory
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -213,7 +215,9 @@ class Explanation:
         activations = self.memory["activations"]
         own = {
             "step_seconds": self.step,
-            "parameter_bytes": sum(self.memory.values()) - activations,
+            "parameter_bytes": sum(self.memory.values())
+            - activations
+            - self.memory.get(CACHES, 0.0),
             "activation_bytes": activations,
         }
         return any(

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.explanation import Explanation, Line, Operator
+from autopar.explain.explanation import CACHES, Explanation, Line, Operator
 from autopar.explain.moves import Call, Move
 from autopar.explain.view_tables import bar, render_view
 from autopar.explain.views import VIEWS
@@ -60,7 +60,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
         *_hidden(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
-        *_memory_over_time(held, peak),
+        *_memory_over_time(held, peak, CACHES in memory),
         *_host_memory(explanation),
     ]
     if explanation.caution:
@@ -83,10 +83,12 @@ def _range(explanation: Explanation) -> str:
     return f" ± {format_seconds(explanation.error)} ({explanation.error / explanation.step:.0%})"
 
 
-def _memory_over_time(held: float, peak: float) -> list[Text]:
-    """Returns a note that the causes add up to more than the peak; nothing if they do not."""
+def _memory_over_time(held: float, peak: float, generates: bool) -> list[Text]:
+    """Returns a note on what the causes do not add up to at the peak; nothing if they do."""
     if held == peak:
         return []
+    if generates:
+        return [Text(f"  temporary values take {format_bytes(peak - held)}", style="dim")]
     note = f"  the sum is {format_bytes(held)}: activations are freed as gradients are allocated"
     return [Text(note, style="dim")]
 

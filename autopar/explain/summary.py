@@ -8,7 +8,15 @@ from itertools import groupby
 
 from autopar.cost.device import device
 from autopar.cost.uncertainty import error_seconds
-from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
+from autopar.explain.explanation import (
+    CACHES,
+    Cost,
+    Explanation,
+    Line,
+    Operator,
+    Parameter,
+    Section,
+)
 from autopar.explain.layer_names import layers
 from autopar.explain.moves import Move, moves
 from autopar.explain.node_names import block_modules, common, parameter_name
@@ -77,6 +85,13 @@ def explain(
         "optimizer": sum((parameter.optimizer for parameter in table), shared),
         "activations": sum(cost.saved for cost in costs.values()),
     }
+    if caches := sum(
+        graph.multiplicity[leaf.name]
+        * plan.nodes[leaf.name].results[0][1].local_bytes(leaf.type, plan.mesh)
+        for leaf in graph.folded
+        if leaf.is_cache
+    ):
+        memory[CACHES] = float(caches)
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
     copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches

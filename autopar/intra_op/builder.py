@@ -22,7 +22,7 @@ from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.memory.allocations import Rows
 from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
-from autopar.intra_op.node_choices import Option, accumulating, storages
+from autopar.intra_op.node_choices import Option, accumulating, fixed_cache, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
@@ -35,7 +35,7 @@ from autopar.intra_op.storage_choices import (
     undominated,
 )
 from autopar.ir.fusion.async_tensor_parallel import Beside
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import EXTEND, Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
@@ -111,8 +111,7 @@ class Builder:
             lambda name: self.options[self.position[name]],
         )
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run in its layout
-        self.held_as = self._held_after_blocks()
-        for value, share in self.held_as.items():
+        for value, share in graph.held_as.items():
             self.left_by.setdefault(share, []).append(value)
 
     def add(self, node: Node) -> None:
@@ -126,7 +125,7 @@ class Builder:
                     todo='add a rule, or pass unknown_ops="replicate" to run it whole',
                 )
             self.replicated.append(node.name)
-        options = self.pins.keep(node, every)
+        options = self.pins.keep(node, fixed_cache(node, every, self.given.stored))
         left = set(options)
         kernels, sent = (
             [seconds for option, seconds in zip(every, each, strict=True) if option in left]
@@ -328,20 +327,7 @@ class Builder:
 
     def _source(self, value: str) -> str:
         """Returns the node of the folded graph whose layout a value has."""
-        return self.held_as.get(value, self.graph.template[value])
-
-    def _held_after_blocks(self) -> dict[str, str]:
-        """Maps each value that leaves the last block of a run to the share whose layout it has.
-
-        Both sides of a share have the same layout.
-        """
-        share_of: dict[str, str] = {}
-        for repeat in self.graph.repeats:
-            last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
-            for entry, leaves in repeat.carried:
-                readers = (n for n in self.graph.users[entry] if n in repeat.iterations[0])
-                share_of[last[leaves]] = next(readers)
-        return share_of
+        return self.graph.held_as.get(value, self.graph.template[value])
 
     def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
         """Returns the edge for `count` reshardings from `source` to an operand of `node`.
@@ -364,6 +350,9 @@ class Builder:
         twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
         sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
         matrix = np.where(sent, 0.0, matrix)
+        if node.op == EXTEND and index == 0:  # a copy in another layout would be extended instead
+            alike = [[row.dims == column.dims for column in columns] for row in rows]
+            return Edge(a, b, np.where(np.array(alike), 0.0, FORBIDDEN))
         return Edge(a, b, self._gathered_once(source, node, index, matrix))
 
     def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:

@@ -6,7 +6,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.intra_op.node_choices import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import lies_of
-from autopar.ir.graph import Graph
+from autopar.ir.graph import EXTEND, Graph, Node
 from autopar.ir.tensor import Layout
 from autopar.plan_entries import Shaped
 from autopar.stage_plan import StagePlan
@@ -33,6 +33,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
             fault = _fault(plan, leaf.name, node.name)
         else:
             options, _ = node_options(graph, node, plan.mesh, table)
+            fault = _copied(graph, node, plan) if node.op == EXTEND else ""
         allowed = {
             (_canonical(choice.operands), _canonical(choice.results), choice.form)
             for choice in (option.entry(graph, node) for option in options)
@@ -61,6 +62,13 @@ def _fault(plan: StagePlan, leaf: str, share: str) -> str:
         return f"{plan.nodes[leaf]} is not possible: {error}"
     alike = _canonical(((shape, storage.held),)) == _canonical(plan.nodes[share].operands)
     return "" if alike else f"{plan.nodes[leaf]} is how it is stored"
+
+
+def _copied(graph: Graph, node: Node, plan: StagePlan) -> str:
+    """Returns why a cache would not be extended itself, but a copy of it; "" if it is."""
+    cache = plan.nodes[graph.template[node.inputs[0]]].results
+    alike = _canonical(cache) == _canonical(plan.nodes[node.name].operands[:1])
+    return "" if alike else f"the cache has the layout {cache[0][1].format(cache[0][0])}"
 
 
 def _canonical(side: tuple[Shaped, ...]) -> tuple[Shaped, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import AnnotationError
@@ -14,6 +14,7 @@ from autopar.ir.graph import OVER, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
+from autopar.lower.parameter_keys import leaf_key
 from autopar.operators.annotation import Annotation
 from autopar.plan_entries import NodePlan
 
@@ -177,6 +178,16 @@ def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     return tuple(Option(layout.format(shape), (), (layout,), 1.0) for layout in layouts)
 
 
+def fixed_cache(
+    node: Node, options: tuple[Option, ...], stored: Mapping[str, Storage]
+) -> tuple[Option, ...]:
+    """Returns the choice of a cache that another program stores already; all of other nodes."""
+    storage = stored.get(leaf_key(node)) if node.is_cache else None
+    if storage is None:
+        return options
+    return tuple(option for option in options if option.results[0] == storage.held)
+
+
 def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     """Returns the choices of an `autopar.shard`: the layouts that it allows.
 
@@ -198,11 +209,11 @@ def node_options(
     """Returns the choices of a node that is no parameter, and its signature if it has a rule.
 
     An annotation has its operand's rule, restricted to the layouts that it allows. A value received
-    from another stage may have any layout of splits. For all others running whole comes first; it
+    from another stage, and a cache, may have any layout of splits. For others whole comes first; it
     is the only choice of inputs, buffers and operators without a rule. Those of forms come last.
     """
     rule = table.get(node.op)
-    if node.op == "received":
+    if node.op == "received" or node.is_cache:
         return received_options(node, mesh), None
     if node.op == "input" and node.keyword(OVER):
         layout = input_layout(node)

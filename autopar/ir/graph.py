@@ -10,8 +10,10 @@ is left out), `getitem` for operators with several results, `autopar.share` (the
 shares.py), `autopar.shard` (the identity in a layout that the user requests, see annotation.py),
 `autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu", see
 own_functions.py), fused kernels ("kernels.rms_norm", see fusion/), and `autopar.write(buffer,
-value)`, which gives the buffer this value at the end of the step. Nothing else is written: every
-reader of a buffer gets its value before the forward, wherever the read occurs.
+value)`, which gives the buffer this value at the end of the step. Every other reader of a buffer
+gets its value before the forward, wherever the read occurs. A `buffer('keys', cache=True)` is an
+exception: it outlives a call of a program that generates, and its only reader, an
+`aten.index_copy_`, writes rows into it at once and returns it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from autopar.ir.tensor import TensorType
 OVER = "over"  # keyword of an input of which every rank holds its part: the axes that split it
 COUNTS = "counts"  # keyword of an input that the runtime adds up over microbatches: its graph
 LEAVES = ("input", "param", "buffer", "received")
+CACHE = "cache"  # keyword of a buffer that a generating program extends in place
 WRITE = "autopar.write"
+EXTEND = "aten.index_copy_"  # writes rows into a cache, and returns the cache
 PREFIX = "kernels."  # of operators in `autopar.operators.kernels`
 # Kernels that replace nodes of graph outputs, which are recomputed if they are asked for.
 RECOMPUTED = ("kernels.linear_cross_entropy",)
@@ -132,6 +136,11 @@ class Node:
         args = tuple(map_arg(arg, number.__getitem__) for arg in self.args[self.is_leaf :])
         kwargs = tuple((key, map_arg(value, number.__getitem__)) for key, value in self.kwargs)
         return repr((args, kwargs))
+
+    @property
+    def is_cache(self) -> bool:
+        """Returns whether it is a buffer that a generating program extends in place."""
+        return self.op == "buffer" and self.keyword(CACHE) is True
 
     def keyword(self, name: str, default: Arg = None) -> Arg:
         """Returns the keyword argument `name`."""
@@ -240,6 +249,20 @@ class Graph:
             for iteration in repeat.iterations:
                 names.update(zip(iteration, repeat.iterations[0], strict=True))
         return names
+
+    @cached_property
+    def held_as(self) -> dict[str, str]:
+        """Value that leaves the last block of a run -> the share whose layout it has.
+
+        Both sides of a share have the same layout.
+        """
+        share_of: dict[str, str] = {}
+        for repeat in self.repeats:
+            last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+            for entry, leaves in repeat.carried:
+                readers = (n for n in self.users[entry] if n in repeat.iterations[0])
+                share_of[last[leaves]] = next(readers)
+        return share_of
 
     @cached_property
     def multiplicity(self) -> dict[str, int]:

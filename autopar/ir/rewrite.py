@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from autopar.ir.graph import WRITE, Arg, Graph, Node, Ref
+from autopar.ir.graph import EXTEND, WRITE, Arg, Graph, Node, Ref
 from autopar.ir.tensor import TensorType
 
 
@@ -104,8 +104,8 @@ def eliminate_dead(graph: Graph) -> Graph:
 
 
 def writes(node: Node) -> tuple[str, ...]:
-    """Returns the buffer that an operator writes; only `autopar.write` writes one."""
-    return node.inputs[:1] if node.op == WRITE else ()
+    """Returns the buffer that an operator writes, at the end of a step or into a cache."""
+    return node.inputs[:1] if node.op in (WRITE, EXTEND) else ()
 
 
 def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture import Captured, capture
 from autopar.capture.decompose import decompose_unknown
+from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
 from autopar.capture.structure import Structure
 from autopar.errors import BatchError
@@ -36,11 +37,13 @@ class Call:
     Attributes:
         model: the model.
         args, kwargs: arguments of a batch.
+        caches: calls the model with caches, to generate; None to call it as it is.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    caches: CachedCall | None = None
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any) -> Call:
@@ -178,7 +181,7 @@ def capture_call(
         BatchError: the model does not take the batch, or the batch does not divide.
     """
     if microbatches is None:
-        return capture_graph(call.model, call.args, call.kwargs, options, trace)
+        return capture_graph(call.model, call.args, call.kwargs, options, trace, caches=call.caches)
     part = call.microbatch(microbatches)
     stages = 1 if options.searches_stages else options.stages
     options = replace(options, stages=stages, microbatches=microbatches, global_batch=None)
@@ -192,6 +195,7 @@ def capture_graph(
     options: Options,
     trace: Trace,
     passes: tuple[Pass, ...] = PASSES,
+    caches: CachedCall | None = None,
 ) -> Captured:
     """Captures a model's forward for a batch and applies passes to the graph.
 
@@ -201,6 +205,7 @@ def capture_graph(
         options: of planning.
         trace: writes the graph after each pass.
         passes: to apply, by default all; kernels are fused after the normalising ones.
+        caches: calls the model with caches; None to call it as it is.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -213,6 +218,7 @@ def capture_graph(
         loss_fn=options.loss_fn,
         known=options.table,
         precision=options.precision,
+        caches=caches,
     )
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = verify(

@@ -37,7 +37,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
     """
     if not plan.is_pipeline:
         stored = storages_of(first, plan.stages[0])
-        graph = _with_equal_blocks(graph, stored)
+        graph = with_equal_blocks(graph, stored)
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
     same = _operators(first) == _operators(graph)
@@ -52,13 +52,18 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
 
 
 def storages_of(graph: Graph, plan: StagePlan) -> dict[str, Storage]:
-    """Returns the storage of every parameter by its key in the program.
+    """Returns the storage of every parameter, and of every cache, by its key in the program.
 
     Args:
         graph: a prepared graph.
         plan: the plan of the graph.
     """
-    return {
+    caches = {
+        leaf_key(leaf): Storage.as_is(plan.nodes[graph.template[leaf.name]].results[0][1])
+        for leaf in graph.leaves("buffer")
+        if leaf.is_cache
+    }
+    return caches | {
         leaf_key(leaf): plan.storage(
             graph.template[leaf.name], graph.template[graph.users[leaf.name][0]]
         )
@@ -81,12 +86,13 @@ def _planned(
         return make_plan(graph, before.mesh, replace(constrained, pins=None), Trace(None))
 
 
-def _with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
+def with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
     """Returns the graph without repeats whose blocks store their parameters differently.
 
     Blocks that differ only in training, such as in a dropout rate, may be stored differently.
     """
-    leaves = {leaf.name: stored.get(leaf_key(leaf)) for leaf in graph.leaves("param")}
+    kept = (*graph.leaves("param"), *(leaf for leaf in graph.leaves("buffer") if leaf.is_cache))
+    leaves = {leaf.name: stored.get(leaf_key(leaf)) for leaf in kept}
     equal = tuple(
         repeat
         for repeat in graph.repeats

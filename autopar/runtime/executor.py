@@ -15,12 +15,11 @@ from autopar.errors import StateError
 from autopar.operators.expert_load import ExpertLoad
 from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
-from autopar.runtime.calls.input_parts import part_of, texts_of
-from autopar.runtime.calls.variant import Variant, variant_of
+from autopar.runtime.calls.input_parts import part_of
+from autopar.runtime.calls.variant import Caches, Variant, variant_of, variant_over
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
 from autopar.runtime.generated import Generated
-from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weights
@@ -67,7 +66,7 @@ class Executor:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
         runtime.chosen = checked(program.collectives, program.mesh)
-        self.state = State(runtime, program.parameters, tied)
+        self.state = State(runtime, program.stored, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
         self.tensors = [
@@ -79,8 +78,8 @@ class Executor:
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
         self.part = part_of(program.inputs, runtime)
-        types = texts_of(program.inputs, runtime)
-        self.main = Variant(program, types, self.named, Writes(self.named))
+        self._caches: Caches = {}
+        self.main = variant_over(program, runtime, self.named, self._caches)
         self.variants = [self.main]
         self.weights = Weights(runtime, self.state.parameters, self.tensors, program.bucket)
         if self.loaded:
@@ -123,7 +122,8 @@ class Executor:
             ProgramError: it stores a parameter in another way.
         """
         with self.watch:
-            added = variant_of(program, self.runtime, self.state.parameters, self.named, values)
+            stored = self.state.parameters
+            added = variant_of(program, self.runtime, stored, self.named, values, self._caches)
         if self._graphs and program.loss is not None:
             added.graph = self._graphed(added)
         self.variants.append(added)

@@ -121,6 +121,16 @@ class Generated:
             ) from error
 
     @property
+    def stored(self) -> tuple[Parameter, ...]:
+        """Its parameters and buffers except caches."""
+        return tuple(parameter for parameter in self.parameters if not parameter.cache)
+
+    @property
+    def caches(self) -> tuple[Parameter, ...]:
+        """Its caches, if it generates."""
+        return tuple(parameter for parameter in self.parameters if parameter.cache)
+
+    @property
     def widened(self) -> dict[torch.dtype, torch.dtype]:
         """Dtypes of activations -> dtypes in which they are summed over devices."""
         pairs = self.precision.widened.items()

@@ -225,6 +225,7 @@ def stored(
     kept: str = "",
     piece: Piece | None = None,
     trainable: bool = True,
+    cache: bool = False,
 ) -> Parameter:
     """Returns one entry of a program's table of parameters.
 
@@ -237,6 +238,7 @@ def stored(
         kept: layout between forward and backward; by default the used layout.
         piece: the slice of the tensor `name` that it is.
         trainable: whether it has a gradient.
+        cache: whether it is a cache that calls of a generating program extend.
 
     Raises:
         LayoutError: a text is malformed, or the layouts do not fit one another.
@@ -248,7 +250,8 @@ def stored(
     if grads or updated or kept:
         layouts += [Layout.parse(state)[1] if state else held for state in (grads, updated)]
         layouts += [Layout.parse(kept)[1]] if kept else []
-    return Parameter(name, shape, dtype, Storage.of(used, layouts), piece, trainable)
+    storage = Storage.of(used, layouts)
+    return Parameter(name, shape, dtype, storage, piece, trainable, cache=cache)
 
 
 def together(parameters: list[Parameter]) -> list[Parameter]:

@@ -75,6 +75,12 @@ def write(contents: Contents, path: str | Path) -> Path:
             the folder cannot be written.
     """
     captured = contents.captured
+    if any(leaf.is_cache for leaf in captured.graph.leaves("buffer")):
+        raise ProgramError(
+            "a program that generates cannot be saved",
+            why="a folder holds one call of a model, and a generation makes two",
+            todo="save a GenerationPlan, and pass that to compile",
+        )
     constants = {
         name: value
         for name, value in captured.buffers.items()

@@ -6,9 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+from torch import nn
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError, ScheduleError
+from autopar.capture.generation.calls import Sizes
+from autopar.errors import BatchError, PlanMismatchError, ScheduleError
+from autopar.generation_plan import GenerationPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
@@ -25,6 +28,7 @@ from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
 from autopar.session.compiled import Compiled, groups_of
+from autopar.session.generation.pair import compile_pair
 from autopar.session.model_facts import facts_of
 
 _ADVICE = "build the same model on every rank, and pass the same whole batch on every rank"
@@ -40,12 +44,14 @@ class Compiler:
         plan: a plan to use instead of searching for one.
         outer: how replicas along independent axes synchronise; each runs a separate program on its
             part of the batch.
+        generation: a plan to use for the first generation.
     """
 
     mesh: Mesh
     options: Options
     plan: Plan | None = None
     outer: Outer | None = None
+    generation: GenerationPlan | None = None
 
     def __post_init__(self) -> None:
         if self.outer is not None:
@@ -70,6 +76,12 @@ class Compiler:
             CaptureError, InfeasibleError, PlanMismatchError: see `autopar.compile`.
             BatchError: the ranks captured different graphs.
         """
+        if self.generation is not None:
+            raise PlanMismatchError(
+                "the plan is for a generation",
+                why="it has a prefill and a decode, and no step of a training",
+                todo="call program.generate first, or pass a plan of a training",
+            )
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
         if self.plan is None and self.outer is None and asks_for_local(self.options.allow):
@@ -111,6 +123,12 @@ class Compiler:
             self.options,
             Trace(None),
         )
+
+    def generating(
+        self, model: nn.Module, sizes: Sizes, first: Compiled | None
+    ) -> tuple[Compiled, Compiled]:
+        """Returns a prefill and a decode; see `compile_pair`."""
+        return compile_pair(self, model, sizes, first)
 
     def _of_replica(self, call: Call, outer: Outer | None) -> Call:
         """Returns a replica's part of a call with the batch of all replicas."""
@@ -174,3 +192,9 @@ class Loader:
     def variant(self, call: Call, first: Compiled) -> Compiled:
         """Returns a further call over the parameters of the first; see `Compiler.variant`."""
         return self.compiler.variant(call, first)
+
+    def generating(
+        self, model: nn.Module, sizes: Sizes, first: Compiled | None
+    ) -> tuple[Compiled, Compiled]:
+        """Returns a prefill and a decode over the parameters of the first program."""
+        return self.compiler.generating(model, sizes, first)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
+from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, CaptureError, ProgramError
 from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
@@ -31,6 +32,11 @@ class Compiles(Protocol):
 
     def variant(self, call: Call, first: Compiled) -> Compiled:
         """Compiles a further call; its program reads parameters where the first stores them."""
+
+    def generating(
+        self, model: nn.Module, sizes: Sizes, first: Compiled | None
+    ) -> tuple[Compiled, Compiled]:
+        """Compiles a prefill and a decode over the parameters of the first program, if any."""
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from autopar.files.checked_values import (
     Whole,
     checked,
 )
+from autopar.generation_plan import GenerationPlan
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
@@ -220,7 +221,9 @@ _WORD = Text(1000)
 _CHECKS: dict[str, Check] = {
     "model": Of((nn.Module,), "a torch.nn.Module"),
     "loss_fn": Or((NOTHING, _CALLED)),
-    "plan": Or((NOTHING, Of((Plan,), "a plan of autopar.plan or autopar.Plan.load"))),
+    "plan": Or(
+        (NOTHING, Of((Plan, GenerationPlan), "a plan of autopar.plan or autopar.Plan.load"))
+    ),
     "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
     "unknown_ops": _WORD,
     "trace": Or((NOTHING, _PATH)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.capture.generation.calls import Sizes
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -31,6 +32,13 @@ from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
+from autopar.session.generation.generating import Generating
+from autopar.session.generation.pair import (
+    Pair,
+    load_pair,
+    refuse_if_generating,
+    refuse_more_shapes,
+)
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
 from autopar.session.step_metrics import Metered
@@ -38,7 +46,7 @@ from autopar.session.step_metrics import Metered
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
+class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered):
     """A model that trains in parallel, from `autopar.compile` or `autopar.load`.
 
     Args:
@@ -74,6 +82,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
         self._modes: Modes | None = None
         self._closed = False
         self._example: dict[str, Tensor] = {}
+        self._pairs: dict[Sizes, Pair] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiles and loads the program for batches like this one, as the first step would."""
@@ -105,7 +114,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
         recorder.now("loading of the program")
         values = values_of(self._model, compiled.captured)
         self._executor = compiled.start(values, self._training, self._running_as)
-        self._variants = None
+        self._variants, self._pairs = None, {}
         self._compiled, self.mesh = compiled, compiled.plan.mesh
 
     def adopt(self, compiled: Compiled) -> None:
@@ -162,7 +171,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
         }
         self._saved = None
         self._executor = compiled.start(nothing, self._training, self._running_as)
-        self._variants = None
+        self._variants, self._pairs = None, {}
         self._compiled, self.mesh = compiled, compiled.plan.mesh
         self._checkpoints().take(snapshot)
         # A scheduler sets the rates of the groups in the list that its optimizer holds.
@@ -199,6 +208,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
                 why="program.eval() was called",
                 todo="call program.train() before the step",
             )
+        refuse_if_generating(self._compiled, "train", "pass example_inputs to compile")
         program, inputs = self._ready_for(args, kwargs, training=True)
         executor = self._ready()
         with (
@@ -228,6 +238,24 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
             program, inputs = self._program_for(self._variants, args, kwargs, training)
         self._example = self._example or inputs
         return program, inputs
+
+    def _generating(self, sizes: Sizes) -> Pair:
+        """Returns the programs of a generation, compiled if new."""
+        self._refuse_closed()
+        refuse_autocast()
+        if sizes in self._pairs:
+            return self._pairs[sizes]
+        refuse_more_shapes(len(self._pairs))
+        first = self._compiled
+        if self._executor is not None:
+            self._executor.meet("generate")
+        with closing(Watch.over(range(self.mesh.size))) as watch, watch:
+            compiled = self._compiler.generating(self._model, sizes, first)
+            if first is None:  # nothing is trained: the decode stores the parameters
+                self._modes = Modes(self._model)
+                self._start(compiled[1], Peers.here().recorder)
+            self._pairs[sizes] = load_pair(self._ready(), compiled, self._running_as, self.compiled)
+        return self._pairs[sizes]
 
     def _padded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -350,6 +378,7 @@ class Session(Trained, Checkpointed, Evaluating, Pretrained, Metered):
             ProgramError: no batch was passed yet, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
+        refuse_if_generating(compiled, "be saved", "save a checkpoint, or program.plan")
         if executor.part.world > 1:
             raise ProgramError(
                 "a program of local batches cannot be saved to run by itself",

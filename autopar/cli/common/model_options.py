@@ -57,7 +57,7 @@ def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
     Weights of models of the zoo and of hf: are never allocated. Of a deep one only a few blocks are
     traced, or read from the cache; the others are copies of them.
     """
-    layers = _depth(wanted)
+    layers = depth_of(wanted)
     if layers is not None and layers > 2 * LEAST:
         few, more = (
             _graph(replace(wanted, layers=count), options, tracer) for count in (LEAST - 1, LEAST)
@@ -72,7 +72,7 @@ def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
     return _graph(wanted, options, tracer)
 
 
-def _depth(wanted: ModelSpec) -> int | None:
+def depth_of(wanted: ModelSpec) -> int | None:
     """Returns the number of blocks of a model that is data, None if unknown."""
     if not is_data(wanted.source):
         return None
@@ -146,7 +146,7 @@ def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
         return capture_model(replace(wanted, batch=samples, layers=count), options, Trace(None))
 
     data = is_data(wanted.source)
-    return AnySize(graph, _depth(wanted), data)
+    return AnySize(graph, depth_of(wanted), data)
 
 
 def is_data(source: str) -> bool:

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, RuleError
 from autopar.intra_op.proofs.thread_ranks import ThreadDevice, on_all_devices
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import Strategy
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import EXTEND, Graph, Node, Ref
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -97,9 +97,9 @@ class Case:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Positions of the operands that the operator writes into."""
+        """Positions of the operands that are written into; parts of a cache may be."""
         values = [operand.detach().clone() for operand in self.operands]
-        if self.node.op != "getitem":
+        if self.node.op not in ("getitem", EXTEND):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 given = dict(zip(self.node.inputs, values, strict=True))
                 execute(self.node, given, _device(values))

@@ -10,7 +10,7 @@ from autopar.intra_op.rule import (
     letters,
     rule,
 )
-from autopar.ir.graph import Node, Ref
+from autopar.ir.graph import EXTEND, Node, Ref
 from autopar.ir.tensor import TensorType
 
 Types = tuple[TensorType, ...]
@@ -249,5 +249,6 @@ RULES = (
             "f64[4, 6], i64[4, 2]<24",
         ),
     ),
+    rule(EXTEND, _index_write, examples=(f"const {_ROWS}, const f64[2, 4]",)),
     rule("aten.masked_scatter", all_whole, examples=("f64[4, 6], bool[4, 6], f64[4, 6]",)),
 )

@@ -23,7 +23,7 @@ from autopar.intra_op.work.kernel_parts_work import as_part
 from autopar.intra_op.work.local_work import Layouts, Local
 from autopar.intra_op.work.lookup_work import SORT, look_up, sort
 from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS, base, is_library
-from autopar.ir.graph import PREFIX, WRITE, Graph, Node
+from autopar.ir.graph import EXTEND, PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.device_work import CHUNK
@@ -81,6 +81,8 @@ def _by_itself(local: Local) -> NodeWork:
     node, signature = local.node, local.signature
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
+    if node.op == EXTEND:
+        return NodeWork((local.work(0.0, 2 * local.operands[-1].nbytes),))
     if node.alias is not None or (node.op.startswith("autopar.") and node.op != WRITE):
         return NodeWork((), _view_gradient(local) if node.requires_grad else ())
     if node.op.startswith(PREFIX):

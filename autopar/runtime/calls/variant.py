@@ -16,12 +16,15 @@ from torch import Tensor
 from autopar.cost.programs.row_check import checked
 from autopar.errors import ProgramError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
+from autopar.ir.tensor import Layout, TensorType
 from autopar.runtime.calls.input_parts import texts_of
 from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.runtime import Runtime
+
+Caches = dict[tuple[str, TensorType, Layout], Tensor]
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Variant:
         types: dtypes and shapes of this rank's inputs by name, "i64[8, 16]".
         named: the tensors that it reads, by `Parameter.key`.
         writes: the new values of buffers within a step.
+        caches: those of `named` that a generating program extends.
         graph: captures and replays its step; None to run the step without a CUDA graph.
     """
 
@@ -40,6 +44,7 @@ class Variant:
     types: Mapping[str, str]
     named: Mapping[str, Tensor]
     writes: Writes
+    caches: Mapping[str, Tensor]
     graph: CudaGraph | None = None
 
     @cached_property
@@ -59,6 +64,7 @@ def variant_of(
     stored: Sequence[Parameter],
     named: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
+    caches: Caches,
 ) -> Variant:
     """Loads a program over the tensors of another program.
 
@@ -68,6 +74,7 @@ def variant_of(
         stored: parameters of the first program.
         named: this device's tensors of these parameters, by key.
         values: constants that only the new program reads: whole tensors by name.
+        caches: of all programs, to which the new one's are added.
 
     Raises:
         ProgramError: the program stores a parameter differently, or trains one that the first
@@ -75,7 +82,7 @@ def variant_of(
     """
     known = {parameter.key: parameter for parameter in stored}
     own = []
-    for parameter in program.parameters:
+    for parameter in program.stored:
         shared = known.get(parameter.key)
         if shared is None and not parameter.trainable and parameter.name in values:
             own.append(parameter)
@@ -89,8 +96,29 @@ def variant_of(
     state = State(runtime, own)
     shards = state.load({p.name: values[p.name] for p in own}, runtime.device, broadcast=True)
     constants = dict(zip((p.key for p in own), shards, strict=True))
-    tensors = {**named, **constants}
-    return Variant(program, texts_of(program.inputs, runtime), tensors, Writes(tensors))
+    return variant_over(program, runtime, {**named, **constants}, caches)
+
+
+def variant_over(
+    program: Generated, runtime: Runtime, named: Mapping[str, Tensor], caches: Caches
+) -> Variant:
+    """Returns a variant that reads these tensors, and caches of its types, which others share.
+
+    Args:
+        program: the loaded program.
+        runtime: the mesh.
+        named: this device's tensors of the program's parameters, by key.
+        caches: of all programs; those that are missing are added, with zeros.
+    """
+    own = {}
+    for cache in program.caches:
+        place = cache.key, cache.type, cache.layout
+        if place not in caches:
+            (caches[place],) = State(runtime, [cache]).empty(runtime.device)
+            caches[place].zero_()
+        own[cache.key] = caches[place]
+    tensors = {**named, **own}
+    return Variant(program, texts_of(program.inputs, runtime), tensors, Writes(tensors), own)
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:

@@ -47,6 +47,7 @@ class Parameter:
         piece: the part of the tensor called `name`, or None for all of it.
         trainable: whether it is a parameter with a gradient, not a buffer.
         block: the repeated block that it belongs to, "" for none.
+        cache: whether it is a cache that calls of a generating program extend.
         precision: precision of the program.
     """
 
@@ -57,6 +58,7 @@ class Parameter:
     piece: Piece | None = None
     trainable: bool = True
     block: str = ""
+    cache: bool = False
     precision: Precision = AS_IS
 
     @property

@@ -100,7 +100,7 @@ class Stage:
             ProgramError: the program stores a parameter in another layout.
         """
         known = self.state.parameters
-        variant = variant_of(module, self.runtime, known, self.named, values)
+        variant = variant_of(module, self.runtime, known, self.named, values, {})
         other = Stage(module, self.runtime, self.number, self.copy, self.state)
         other.tensors, other.weights, other.updated = self.tensors, self.weights, self.updated
         other.named, other.writes = dict(variant.named), variant.writes

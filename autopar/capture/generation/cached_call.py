@@ -1,0 +1,179 @@
+"""Calls of a model with a cache of keys and values of fixed length.
+
+    prefill   reads a prompt, writes its keys and values, and returns the logits of the next token
+    decode    reads one token, extends keys and values by its own, and attends to all of them
+
+A cache is a buffer of `CachedCall`, so that a graph has it as a leaf with a layout of its own.
+Which tensors a model keeps is recorded from one prefill without caches. A model of transformers
+gets the library's own `Cache`; any other gets a `KeyValueCache` as its argument `past_key_values`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+
+CACHES = "caches."  # prefix of the names of caches in graphs
+PREFILL, DECODE = "prefill", "decode"
+ROWS = -2  # the dimension of keys and values along which tokens follow one another
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Sets a model to evaluation without gradients, and restores it after."""
+    modules = [(module, module.training) for module in model.modules()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for module, _ in modules:
+            module.training = False
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for module, training in modules:
+            module.training = training
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """One tensor that a model keeps between tokens.
+
+    Attributes:
+        shape: of the cache, with its length along `ROWS`.
+        dtype: of its elements.
+        crosses: whether it belongs to an attention to the encoder, which a prefill alone writes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    crosses: bool = False
+
+
+@dataclass
+class Traced:
+    """What a call sees and finds; torch.export would restore a module's own attributes.
+
+    Attributes:
+        positions: of the tokens of a decode, i64[tokens].
+        recorded: what a call without caches would keep, by name.
+    """
+
+    positions: Tensor | None = None
+    recorded: dict[str, KeptTensor] = field(default_factory=dict)
+
+
+class CachedCall(nn.Module, ABC):
+    """A call of a model with caches.
+
+    Args:
+        step: PREFILL or DECODE.
+        length: tokens that the caches hold.
+        kept: the caches by name, "keys_0"; None to record which there are.
+    """
+
+    def __init__(
+        self, step: str, length: int, kept: Mapping[str, KeptTensor] | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.step, self.length, self.kept = step, length, kept
+        self.trace = Traced()
+        for name, tensor in (kept or {}).items():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            self.register_buffer(name, empty, persistent=False)
+
+    @property
+    @abstractmethod
+    def signature(self) -> inspect.Signature:
+        """The arguments of a call, without the model."""
+
+    @property
+    def decodes(self) -> bool:
+        """Returns whether it reads tokens after a prompt."""
+        return self.step == DECODE
+
+    def extend(self, keys: Tensor, values: Tensor, layer: int, crosses: bool = False) -> Any:
+        """Writes keys and values into the caches of a layer; returns those to attend to.
+
+        Args:
+            keys, values: of the tokens of this call, in dimension `ROWS`.
+            layer: number of the layer.
+            crosses: whether they are of the encoder's tokens.
+
+        Raises:
+            CaptureError: they are not like those that were recorded.
+        """
+        results = []
+        for kind, rows in (("keys", keys), ("values", values)):
+            name = f"{'cross_' if crosses else ''}{kind}_{layer}"
+            shape = list(rows.shape)
+            shape[ROWS] = rows.shape[ROWS] if crosses else self.length
+            now = KeptTensor(tuple(shape), rows.dtype, crosses)
+            if self.kept is None:
+                self.trace.recorded[name] = now
+                results.append(rows)
+                continue
+            if self.kept.get(name) != now:
+                raise CaptureError(
+                    f"layer {layer} extends its cache by {list(rows.shape)}",
+                    why=f"a prefill extends it by rows of {self.kept.get(name)}",
+                    todo="keep the same tensors for every token",
+                )
+            results.append(self._written(getattr(self, name), rows, crosses))
+        return tuple(results)
+
+    def _written(self, cache: Tensor, rows: Tensor, crosses: bool) -> Tensor:
+        at = torch.arange(rows.shape[ROWS], device=rows.device)
+        if self.decodes:
+            assert self.trace.positions is not None
+            at = self.trace.positions
+        cache.index_copy_(cache.dim() + ROWS, at, rows)
+        return cache if self.decodes else rows  # a prompt attends to itself alone
+
+    def mask_sizes(self, queries: int) -> tuple[int, int]:
+        """Returns the number of keys that a call attends to, and the position of the first."""
+        return (self.length if self.decodes else queries), 0
+
+    def seen(self) -> Any:
+        """Returns the number of tokens before this call, a number or a scalar tensor."""
+        return self.trace.positions[0] if self.trace.positions is not None and self.decodes else 0
+
+
+@dataclass
+class KeyValueCache:
+    """The cache that a model that is not of transformers gets as `past_key_values`.
+
+    Attributes:
+        call: the call that it belongs to.
+    """
+
+    call: CachedCall
+    layers: list[Any] = field(default_factory=list)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Adds a layer's keys and values; returns those to attend to.
+
+        Args:
+            keys, values: of this call's tokens, of equal length in the last dimension but one.
+            layer: number of the layer; every layer calls this once.
+        """
+        keys, values = self.call.extend(keys, values, layer)
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> Any:
+        """Returns the number of tokens before this call, a number or a scalar tensor."""
+        return self.call.seen()
+
+    def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
+        """Returns the number of keys that `update` returns, and the position of the first."""
+        return self.call.mask_sizes(queries)

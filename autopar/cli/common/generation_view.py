@@ -1,0 +1,190 @@
+"""Plans of generations on the command line: their graphs, figures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from autopar.cli.common.console import print_json, print_out, stages
+from autopar.cli.common.model_options import depth_of, is_data
+from autopar.errors import GraphError, PlanError
+from autopar.explain import Explanation, render, render_summary
+from autopar.generation_plan import GenerationPlan
+from autopar.intra_op import legal
+from autopar.intra_op.rule import OpRule
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.passes.deepen import LEAST, deepen
+from autopar.plan_entries import ModelSpec
+from autopar.planning.generation.graphs import Sizes, capture_generation
+from autopar.planning.generation.serving import generating_options, plan_graphs
+from autopar.planning.options import Options
+from autopar.planning.prices import cost_model, limit_of_plan
+from autopar.stage_plan import StagePlan
+
+Graphs = tuple[Graph, Graph]
+
+
+def graphs_of(spec: ModelSpec, options: Options, sizes: Sizes) -> Graphs:
+    """Returns the graphs of prefill and decode; of a deep model, only a few blocks are traced."""
+    layers = depth_of(spec)
+    if layers is not None and layers > 2 * LEAST:
+        few, more = (
+            _traced(replace(spec, layers=count), options, sizes) for count in (LEAST - 1, LEAST)
+        )
+        try:
+            before, after = (
+                deepen(one, other, layers - LEAST) for one, other in zip(few, more, strict=True)
+            )
+        except GraphError:
+            pass  # its blocks differ
+        else:
+            return before, after
+    return _traced(spec, options, sizes)
+
+
+def _traced(spec: ModelSpec, options: Options, sizes: Sizes) -> Graphs:
+    from autopar.zoo.loading import load
+
+    module, _ = load(spec.source, batch=spec.batch, layers=spec.layers)
+    prefill, decode = capture_generation(module, sizes, options)
+    return prefill.graph, decode.graph
+
+
+def planned(
+    spec: ModelSpec, mesh: Mesh, options: Options, sizes: Sizes, stage: Callable[[str], None]
+) -> tuple[GenerationPlan, Graphs]:
+    """Plans a model of the command line.
+
+    Args:
+        spec: the model; `seq` is ignored.
+        mesh: the devices.
+        options: of planning.
+        sizes: of the prompts.
+        stage: reports what is being done.
+    """
+    cost_model(mesh, options)  # refuses bad options before a model is traced
+    options = generating_options(options)
+    stage("capture")
+    graphs = graphs_of(spec, options, sizes)
+    stage("strategies")
+    plan = plan_graphs(*graphs, mesh, options, sizes)
+    prefill, decode = (replace(each, model=spec) for each in (plan.prefill, plan.decode))
+    return replace(plan, prefill=prefill, decode=decode), graphs
+
+
+def figures(plan: GenerationPlan, decode: Graph) -> dict[str, object]:
+    """Returns the figures of a plan: seconds, tokens a second and bytes of a device."""
+    nbytes, layouts = caches_of(decode, plan.decode.stage)
+    return {
+        "mesh": str(plan.mesh),
+        "batch": plan.batch,
+        "prompt": plan.prompt,
+        "new_tokens": plan.new_tokens,
+        "first_token_seconds": plan.first_token_seconds,
+        "token_seconds": plan.token_seconds,
+        "seconds": plan.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "peak_bytes": plan.peak_bytes,
+        "cache_bytes": nbytes,
+        "caches": list(layouts),
+    }
+
+
+def render_plan(
+    plan: GenerationPlan, graphs: Graphs, known: dict[str, OpRule] | None = None
+) -> list[RenderableType]:
+    """Returns the figures of a generation, and the summaries of its prefill and decode."""
+    parts: list[RenderableType] = [_head(plan, graphs[1])]
+    for title, explanation in _explanations(plan, graphs, known):
+        parts += [Text(f"\n{title}", style="bold"), render_summary(explanation)]
+    return parts
+
+
+def _head(plan: GenerationPlan, decode: Graph) -> Text:
+    nbytes, layouts = caches_of(decode, plan.decode.stage)
+    rows = {
+        "prompts": f"{plan.batch} x {plan.prompt} tokens, then {plan.new_tokens} tokens each",
+        "first token": format_seconds(plan.first_token_seconds),
+        "each further token": format_seconds(plan.token_seconds),
+        "throughput": f"{plan.tokens_per_second:,.0f} tokens/s",
+        "memory a device": format_bytes(plan.peak_bytes),
+        "caches a device": f"{format_bytes(nbytes)}, as {', '.join(layouts)}",
+    }
+    width = max(map(len, rows)) + 2
+    lines = (f"{name:<{width}}{value}" for name, value in rows.items())
+    return Text(f"generation on {plan.mesh}\n" + "\n".join(lines))
+
+
+def caches_of(decode: Graph, plan: StagePlan) -> tuple[int, tuple[str, ...]]:
+    """Returns the bytes of a device's caches, and their layouts."""
+    nbytes, layouts = 0, dict[str, None]()
+    for leaf in decode.leaves("buffer"):
+        if leaf.is_cache:
+            layout = plan.nodes[decode.template[leaf.name]].results[0][1]
+            nbytes += layout.local_bytes(leaf.type, plan.mesh)
+            layouts[f"{leaf.type.dtype}{layout.format(leaf.type.shape)}"] = None
+    return nbytes, tuple(layouts)
+
+
+def _explanations(
+    plan: GenerationPlan, graphs: Graphs, known: dict[str, OpRule] | None
+) -> list[tuple[str, Explanation]]:
+    from autopar.cli.explain import explained
+
+    pairs = zip(("prefill", "decode"), graphs, (plan.prefill, plan.decode), strict=True)
+    rows = []
+    for name, graph, each in pairs:
+        explanation = explained(graph, each.stage, limit_of_plan(each.stage), known)
+        rows.append((name, replace(explanation, peak=each.predicted.peak_bytes)))
+    return rows
+
+
+def show(
+    file: Path, model: str | None, known: dict[str, OpRule], by: str | None, as_json: bool
+) -> None:
+    """Prints where the time and memory of a generation go.
+
+    Args:
+        file: the plan.
+        model: the model, in place of the plan's.
+        known: sharding rules by operator.
+        by: one of the tables; None for all.
+        as_json: whether to print figures for programs.
+
+    Raises:
+        PlanError: the plan names code to run, or has impossible layouts.
+        PlanMismatchError: the plan is for another model.
+    """
+    plan = GenerationPlan.load(file)
+    spec = plan.decode.model
+    if model is not None:
+        spec = replace(spec, source=model)
+    elif not is_data(spec.source):
+        raise PlanError(
+            "the plan's model must be named on the command line",
+            where=str(file),
+            why="code that a plan names is not run",
+            todo="pass --model file.py:function",
+        )
+    options = Options.like(plan.decode.stage, table=known)
+    with stages(quiet=as_json) as stage:
+        stage("capture")
+        sizes = Sizes(plan.batch, plan.prompt, plan.new_tokens)
+        graphs = graphs_of(spec, generating_options(options), sizes)
+        for graph, each in zip(graphs, (plan.prefill.stage, plan.decode.stage), strict=True):
+            each.check(fingerprint(graph), {node.name for node in graph.folded}, each.mesh)
+            legal.check(graph, each, known)
+    if as_json:
+        print_json(figures(plan, graphs[1]))
+        return
+    parts: list[RenderableType] = [_head(plan, graphs[1])]
+    for title, explanation in _explanations(plan, graphs, known):
+        parts += [Text(f"\n{title}", style="bold"), render(explanation, by=by)]
+    print_out(*parts)

@@ -1,0 +1,1 @@
+"""Plans of models that generate."""

@@ -1,0 +1,68 @@
+"""The graphs of a model's prefill and decode."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autopar.capture.capture import Captured
+from autopar.capture.generation.cached_call import CachedCall
+from autopar.capture.generation.calls import Arguments, Sizes, length_of, steps_of
+from autopar.capture.generation.decoder_call import POSITIONS, START
+from autopar.errors import BatchError
+from autopar.ir.graph import Graph
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+
+__all__ = ["Sizes", "capture_generation"]
+
+
+def capture_generation(
+    model: nn.Module, sizes: Sizes, options: Options
+) -> tuple[Captured, Captured]:
+    """Captures the prefill and the decode of a model.
+
+    Args:
+        model: takes `past_key_values`.
+        sizes: of the prompts.
+        options: of planning, from `generating_options`.
+
+    Raises:
+        CaptureError: the model cannot be traced, or keeps nothing between tokens.
+        BatchError: there are more tokens than the model has positions.
+    """
+
+    def captured(caches: CachedCall, arguments: Arguments) -> Captured:
+        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
+
+    prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
+    _refuse_long(decode.graph, length_of(model, sizes))
+    return prefill, decode
+
+
+# Operators behind which positions are still positions, perhaps with an offset.
+_PASSED = (
+    "autopar.share", "aten.add.Tensor", "aten.select.int", "aten.reshape", "aten.unsqueeze",
+    "aten.to.dtype", "aten.expand", "aten.slice.Tensor",
+)  # fmt: skip
+
+
+def _refuse_long(decode: Graph, length: int) -> None:
+    """Raises BatchError if a table of positions is shorter than a generation.
+
+    A program with a split table would take zeros for positions beyond it.
+    """
+    leaves = [leaf for leaf in decode.leaves("input") if leaf.target in (POSITIONS, START)]
+    positions = {leaf.name for leaf in leaves}
+    for node in decode.nodes:
+        if node.op in _PASSED and positions & set(node.inputs):
+            positions.add(node.name)
+        if node.op == "aten.embedding" and node.inputs[1] in positions:
+            rows = decode[node.inputs[0]].type.shape[0]
+            if rows < length - 1:  # the last token is not read
+                raise BatchError(
+                    f"prompts and new tokens are {length} tokens",
+                    where=str(node.source),
+                    why=f"the model has {rows} positions",
+                    todo="shorten the prompts, or ask for fewer new tokens",
+                )

@@ -1,0 +1,1 @@
+"""Generation of tokens from the parameters of a session."""

@@ -1,0 +1,191 @@
+"""How a next token is chosen from logits: greedily, or drawn; and when a sequence ends.
+
+Settings that are not passed are those of the model's `generation_config`, and else transformers'
+defaults, so that a call generates the tokens that `model.generate` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import OptionError
+from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Or, Row, Whole, checked
+
+_TOKEN = Whole(0, 2**31)
+_CHECKS: dict[str, Check] = {
+    "do_sample": Or((NOTHING, FLAG)),
+    "temperature": Or((NOTHING, Number(0, 1e30))),
+    "top_k": Or((NOTHING, Whole(0, 2**31))),
+    "top_p": Or((NOTHING, Number(0, 1))),
+    "eos_token_id": Or((NOTHING, _TOKEN, Row(_TOKEN))),
+    "pad_token_id": Or((NOTHING, _TOKEN)),
+    "seed": Or((NOTHING, Whole(0, 2**63 - 1))),
+    "max_new_tokens": Whole(1, 2**31),
+    "decoder_start_token_id": Or((NOTHING, _TOKEN)),
+}
+_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+# Values under which a setting of transformers that is not implemented here changes nothing.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "min_length": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "min_new_tokens": (0,), "bad_words_ids": (),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": (),
+    "begin_suppress_tokens": (), "sequence_bias": (), "typical_p": (1.0,), "min_p": (0.0,),
+    "exponential_decay_length_penalty": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,), "penalty_alpha": (), "stop_strings": (), "top_h": (),
+    "watermarking_config": (), "dola_layers": (), "token_healing": (False,),
+    "prompt_lookup_num_tokens": (), "constraints": (), "force_words_ids": (),
+}  # fmt: skip
+_SAMPLING = ("typical_p", "min_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """Options of `Session.generate`, by transformers' names; all are optional.
+
+    Those that are not passed are those of the model's `generation_config`.
+
+    Attributes:
+        max_new_tokens: number of tokens at most, by default 20.
+        do_sample: whether tokens are drawn; otherwise the likeliest is taken.
+        temperature: divides the logits before a draw; by default 1.
+        top_k: number of the likeliest tokens to draw from, by default 50; 0 for all.
+        top_p: the likeliest tokens, up to this probability together, are drawn from; by default 1.
+        eos_token_id: token, or tokens, that end a sequence.
+        pad_token_id: what follows the end of a sequence; by default the token that ends it.
+        decoder_start_token_id: the first token of an encoder-decoder's results.
+        seed: of the draws; without it, torch's own generator, on one rank only.
+    """
+
+    max_new_tokens: int
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    decoder_start_token_id: int | None
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen.
+
+    Attributes:
+        most: number of tokens at most.
+        do_sample, temperature, top_k, top_p, seed: see `GenerateKeywords`.
+        eos: tokens that end a sequence.
+        pad: token of a sequence that has ended.
+        start: the first token of an encoder-decoder's results; None for the model's.
+    """
+
+    most: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    start: int | None = None
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, given: GenerateKeywords) -> Decoding:
+        """Returns the settings of a call.
+
+        Args:
+            model: its `generation_config`, if it has one, states what is not given.
+            given: the options that are passed.
+
+        Raises:
+            TypeError: an option is unknown.
+            OptionError: a value has the wrong type or is out of range, or the model's configuration
+                asks for something that is not implemented, such as beams.
+        """
+        for name, value in given.items():
+            if name not in _CHECKS:
+                raise TypeError(f"there is no option {name!r}; options are {', '.join(_CHECKS)}")
+            checked(OptionError, **{name: (value, _CHECKS[name])})
+        config = getattr(model, "generation_config", None)
+
+        def setting(name: str) -> Any:
+            own = given.get(name)
+            own = getattr(config, name, None) if own is None else own
+            return _DEFAULTS.get(name) if own is None else own
+
+        sampled = setting("do_sample")
+        _refuse_others(config, sampled)
+        eos, pad = setting("eos_token_id"), setting("pad_token_id")
+        ends = tuple(eos) if isinstance(eos, Sequence) else (() if eos is None else (eos,))
+        if sampled and not setting("temperature") > 0:
+            raise OptionError(
+                "a temperature of 0 divides by zero",
+                todo="pass do_sample=False for greedy decoding",
+            )
+        return cls(
+            given.get("max_new_tokens", 20),
+            sampled,
+            setting("temperature"),
+            setting("top_k"),
+            setting("top_p"),
+            ends,
+            ends[0] if pad is None and ends else pad,
+            given.get("decoder_start_token_id"),
+            given.get("seed"),
+        )
+
+    def generator(self) -> torch.Generator | None:
+        """Returns the generator of the draws, on the CPU; None for torch's own."""
+        return None if self.seed is None else torch.Generator().manual_seed(self.seed)
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns the next token of every sequence.
+
+        Args:
+            logits: whole, [batch, vocabulary], the same on every rank.
+            generator: from `generator`.
+
+        Returns:
+            i64[batch] on the CPU.
+        """
+        scores = logits.detach().to("cpu", torch.float32)
+        if not self.do_sample:
+            return scores.argmax(-1)
+        probabilities = self._narrowed(scores / self.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+
+    def _narrowed(self, scores: Tensor) -> Tensor:
+        """Returns scores in which tokens that are not drawn from are -inf.
+
+        First the `top_k` likeliest stay, then, of these, the smallest set whose probabilities add
+        up to `top_p` (nucleus sampling, arXiv:1904.09751, section 3.1).
+        """
+        if 0 < self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -math.inf)
+        if self.top_p < 1:
+            ascending, order = scores.sort()
+            below = ascending.softmax(-1).cumsum(-1)
+            dropped = below <= 1 - self.top_p
+            dropped[:, -1] = False  # the likeliest stays
+            scores = scores.masked_fill(dropped.scatter(1, order, dropped), -math.inf)
+        return scores
+
+
+def _refuse_others(config: Any, sampled: bool) -> None:
+    """Raises OptionError if a configuration asks for something that would be left out."""
+    for name, idle in _IDLE.items():
+        value = getattr(config, name, None)
+        if value is None or value in idle or (name in _SAMPLING and not sampled):
+            continue
+        raise OptionError(
+            f"generate does not apply {name}",
+            why=f"the model's generation_config has {name}={value!r}",
+            todo=f"set model.generation_config.{name} = None, or generate with transformers",
+        )

@@ -1,0 +1,195 @@
+"""A pair of programs, a prefill and a decode, over the parameters of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from autopar.capture.capture import Captured
+from autopar.capture.generation.calls import Sizes
+from autopar.errors import BatchError, PlanMismatchError, ProgramError
+from autopar.generation_plan import GenerationPlan
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.replicas.outer_value import Outer
+from autopar.plan import Plan
+from autopar.planning.generation.graphs import capture_generation
+from autopar.planning.generation.serving import generating_options, plan_serving
+from autopar.planning.options import Options
+from autopar.planning.stored import storages_of
+from autopar.planning.trace import Trace
+from autopar.runtime.executor import Executor
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.processes import from_first_rank
+from autopar.session.call_texts import text_of_graph
+from autopar.session.compiled import Compiled, Running
+
+if TYPE_CHECKING:
+    from autopar.session.compiler import Compiler
+
+SHAPES = 8  # at most this many shapes of prompts, each with its programs and caches
+Forward = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Both = tuple[Captured, Captured]
+Plans = tuple[tuple[Graph, Plan], tuple[Graph, Plan]]
+_ADVICE = "build the same model on every rank, and pass the same prompts on every rank"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The programs for prompts of one shape.
+
+    Attributes:
+        compiled: the prefill and the decode.
+        prefill, decode: run them, and return whole outputs by name.
+        clear: sets the caches to zero.
+    """
+
+    compiled: tuple[Compiled, Compiled]
+    prefill: Forward
+    decode: Forward
+    clear: Callable[[], None]
+
+
+def compile_pair(
+    compiler: Compiler, model: nn.Module, sizes: Sizes, first: Compiled | None
+) -> tuple[Compiled, Compiled]:
+    """Compiles a prefill and a decode, the same on every rank; every rank calls it.
+
+    Args:
+        compiler: of the session.
+        model: the model.
+        sizes: of the prompts.
+        first: the program that stores the parameters; None if the decode is to store them.
+
+    Raises:
+        CaptureError, InfeasibleError: see `autopar.compile`.
+        ProgramError: the program has stages, local batches, or replicas that train apart.
+        BatchError: the ranks captured different graphs.
+        PlanMismatchError: the given plan is for other prompts, another model or another mesh.
+    """
+    refuse_outer(compiler.outer or (None if first is None else first.plan.outer))
+    if first is not None and first.plan.is_pipeline:
+        raise _stages()
+    options = generating_options(compiler.options)
+    both = capture_generation(model, sizes, options)
+    texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
+    compare_ranks(texts, BatchError, _ADVICE)
+    given = compiler.generation
+    if first is None and given is not None:
+        plans = _given(given, both, sizes, compiler.mesh)
+    else:
+        plans = _searched(compiler, both, sizes, options, first)
+    prefill, decode = (
+        Compiled.of(replace(each, graph=graph), plan.on(compiler.mesh), options, Trace(None))
+        for each, (graph, plan) in zip(both, plans, strict=True)
+    )
+    return prefill, decode
+
+
+def _searched(
+    compiler: Compiler, both: Both, sizes: Sizes, options: Options, first: Compiled | None
+) -> Plans:
+    """Returns the fastest plans, over the parameters of the first program if there is one."""
+    stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
+    before, after = (each.graph for each in both)
+    one, two = from_first_rank(
+        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
+    )
+    return (one[0], Plan.of(one[1])), (two[0], Plan.of(two[1]))
+
+
+def _given(plan: GenerationPlan, both: Both, sizes: Sizes, mesh: Mesh) -> Plans:
+    """Returns the plans of a given one; PlanMismatchError if it is for other prompts or models."""
+    planned = Sizes(plan.batch, plan.prompt, plan.new_tokens)
+    if planned != sizes:
+        raise PlanMismatchError(
+            "the plan is for other prompts",
+            why=f"it is for {planned}, and these are {sizes}",
+            todo="generate from prompts of these sizes first, or plan for the others",
+        )
+    (before, after), (prefill, decode) = both, (plan.prefill, plan.decode)
+    prefill.check(before.graph, mesh)
+    decode.check(after.graph, mesh)
+    return (before.graph, prefill), (after.graph, decode)
+
+
+_NAMES = ("prefill", "decode")
+
+
+def refuse_outer(outer: Outer | None) -> None:
+    """Raises ProgramError if replicas train apart."""
+    if outer is not None:
+        raise ProgramError(
+            "replicas that train apart cannot generate",
+            why="their parameters differ between synchronisations",
+            todo="load a checkpoint of them into a program without outer",
+        )
+
+
+def _stages() -> ProgramError:
+    return ProgramError(
+        "a program with stages cannot generate",
+        why="a token would pass all stages before the next one begins",
+        todo="save a checkpoint, and load it into a program without stages",
+    )
+
+
+def load_pair(
+    executor: object, compiled: tuple[Compiled, Compiled], running: Running, main: Compiled
+) -> Pair:
+    """Loads the programs over the parameters of an executor; every rank calls it.
+
+    Args:
+        executor: of the session.
+        compiled: the prefill and the decode.
+        running: how the session runs programs.
+        main: the program that the executor started with, which may be the decode.
+
+    Raises:
+        ProgramError: the executor runs stages, or replicas that train apart.
+    """
+    if not isinstance(executor, Executor):
+        raise _stages()
+    found = []
+    for each in compiled:
+        variant = executor.main
+        if each is not main:
+            buffers = each.captured.buffers.items()
+            own = {name: value for name, value in buffers if name not in executor.shapes}
+            variant = executor.add(each.modules(running.backend)[0], own)
+        found.append(variant)
+
+    def run(number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return executor.forward(batch, found[number]).gather()
+
+    def clear() -> None:
+        for tensor in {id(t): t for v in found for t in v.caches.values()}.values():
+            tensor.zero_()
+
+    return Pair(compiled, partial(run, 0), partial(run, 1), clear)
+
+
+def refuse_if_generating(compiled: Compiled | None, what: str, todo: str) -> None:
+    """Raises ProgramError if the first program of a session generates."""
+    if compiled is not None and any(
+        leaf.is_cache for leaf in compiled.captured.graph.leaves("buffer")
+    ):
+        raise ProgramError(
+            f"a program that began with generate cannot {what}",
+            why="its parameters are stored for a generation, without gradients",
+            todo=todo,
+        )
+
+
+def refuse_more_shapes(known: int) -> None:
+    """Raises BatchError if a session has compiled as many shapes of prompts as it may."""
+    if known >= SHAPES:
+        raise BatchError(
+            f"the prompts have a shape beyond the {SHAPES} that the program is compiled for",
+            why="each shape needs its own programs and caches",
+            todo="pad prompts on the left to fewer lengths, and ask for equally many new tokens",
+        )

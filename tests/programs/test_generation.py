@@ -1,0 +1,280 @@
+"""Generation, judged by transformers' own `generate` on the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import autopar
+from autopar.errors import (
+    BatchError,
+    CaptureError,
+    OptionError,
+    PlanMismatchError,
+    ProgramError,
+)
+from autopar.pins import data_parallel, megatron
+from tests.support.ranks import run_ranks
+
+LINE, GRID = "cpu: gpu=2", "cpu: node=2, gpu=2"
+NEW = 6
+WORDS, WIDTH = 64, 16
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=7,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32,
+        initializer_range=0.3, eos_token_id=7, bos_token_id=7,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double()
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, eos_token_id=7,
+        num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)  # transformers' experts compute in float32 at most
+
+
+def t5() -> nn.Module:
+    config = T5Config(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=32, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, initializer_factor=3.0, eos_token_id=7, pad_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).double()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral, "t5": t5}
+DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}
+ENDS = {"eos_token_id": [7, 9, 12, 33, 50]}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[name]().eval()
+
+
+def prompts(batch: int = 4, tokens: int = 5) -> dict[str, Any]:
+    """Prompts, some padded on the left."""
+    ids = torch.randint(8, WORDS, (batch, tokens), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = mask[3, :3] = 0
+    given = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
+    return {"input_ids": ids.masked_fill(mask == 0, 0), **given}
+
+
+def by_transformers(model: nn.Module, seed: int = 3, **how: Any) -> Tensor:
+    torch.manual_seed(seed)
+    tokens: Tensor = model.generate(**prompts(), **how)  # type: ignore[operator]
+    return tokens
+
+
+def _serves(mesh: str, cases: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Generates from every model greedily, to its ends, and by draws."""
+    results: dict[str, Any] = {}
+    for name, options in cases:
+        with autopar.compile(made(name), mesh, **options) as program:
+            every = [
+                program.generate(**prompts()),
+                program.generate(**prompts(), **ENDS),
+                program.generate(**prompts(), **DRAWN, seed=3),
+            ]
+            nodes = program.plan.stage.nodes.items()
+            caches = {str(node) for name, node in nodes if name.startswith("caches_")}
+        results[f"{name} {options}"] = every, caches
+    return results
+
+
+SPLIT_BATCH = ("llama", {"pins": data_parallel("gpu")})
+SPLIT_HEADS = ("llama", {"pins": megatron("gpu")})
+FREE = [(name, {}) for name in MODELS]
+
+
+def _check(ranks: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Compares every rank's tokens with transformers'; returns the types of caches by case."""
+    for key, (first, _) in ranks[0].items():
+        model = made(key.split()[0])
+        wanted = [by_transformers(model), by_transformers(model, **ENDS)]
+        wanted.append(by_transformers(model, **DRAWN))
+        assert len({tuple(row.tolist()) for row in wanted[0]}) > 1  # no constant text
+        for rank in ranks:
+            for own, tokens, expected in zip(rank[key][0], first, wanted, strict=True):
+                assert own.equal(tokens)
+                assert tokens.equal(expected), f"{key}\n{tokens}\n{expected}"
+    return {key: caches for key, (_, caches) in ranks[0].items()}
+
+
+def test_two_ranks_generate_the_tokens_of_transformers() -> None:
+    caches = _check(run_ranks(_serves, LINE, [("t5", {}), SPLIT_HEADS], count=2))
+    assert caches[f"llama {SPLIT_HEADS[1]}"] == {"[4, 2@gpu, 11, 4]"}
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_from_every_model() -> None:
+    caches = _check(run_ranks(_serves, LINE, [*FREE, SPLIT_BATCH], count=2))
+    assert caches[f"llama {SPLIT_BATCH[1]}"] == {"[4@gpu, 2, 11, 4]"}
+
+
+@pytest.mark.slow
+def test_four_ranks_generate_the_tokens_of_transformers() -> None:
+    both = {"pins": [data_parallel("node"), megatron("gpu")]}
+    cases = [*FREE, ("llama", both), ("gpt2", both)]
+    caches = _check(run_ranks(_serves, GRID, cases, count=4))
+    assert caches[f"llama {both}"] == {"[4@node, 2@gpu, 11, 4]"}
+
+
+def _trains_and_generates(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
+    for name, options in ways.items():
+        model = made("gpt2")
+        with autopar.compile(model, LINE, example_inputs=batch, **options) as program:
+            program.step(**batch)
+            before = program.generate(**prompts())
+            losses = [float(program.step(**batch)) for _ in range(2)]
+            again = program.generate(**prompts())
+            results[name] = before, losses, again, program.state_dict()
+    return results
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"state": "ddp"},
+    "zero3": {"state": "zero3"},
+    "megatron": {"pins": megatron("gpu")},
+}
+
+
+@pytest.mark.parametrize(
+    "names", [("zero3",), pytest.param(("ddp", "megatron"), marks=pytest.mark.slow)], ids="-".join
+)
+def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...]) -> None:
+    ways = {name: WAYS[name] for name in names}
+    ranks = run_ranks(_trains_and_generates, ways, count=2)
+    batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
+    model = made("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for number in range(3):
+        loss = model(**batch).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            first = by_transformers(model)
+    last = by_transformers(model)
+    for way in ways:
+        for before, own, again, weights in (rank[way] for rank in ranks):
+            assert before.equal(first)
+            assert own == pytest.approx(losses[1:], abs=1e-9)
+            assert again.equal(last)
+            assert not any("cache" in name for name in weights)
+
+
+class Own(nn.Module):
+    """A decoder that is not of transformers, without mask and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+        x, tokens = self.table(input_ids), input_ids.shape[1]
+        seen, keys = 0, tokens
+        if past_key_values is not None:
+            seen, keys = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(tokens)[0]
+        mask = torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+        for layer, projection in enumerate(self.projections):
+            parts = projection(x).chunk(3, -1)
+            q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in parts)
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, layer)
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            x = x + attended.transpose(1, 2).flatten(2)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_a_model_of_ones_own_generates_by_a_plan() -> None:
+    """Judged by the model without a cache, on ever longer texts."""
+    torch.manual_seed(0)
+    model, ids = Own().double(), prompts()["input_ids"]
+    wanted = ids
+    for _ in range(NEW):
+        wanted = torch.cat([wanted, model(wanted)[:, -1].argmax(-1, keepdim=True)], 1)
+    sizes = {"batch": 4, "prompt": 5, "new_tokens": NEW}
+    plan = autopar.plan(model, "cpu: gpu=1", task="generate", **sizes)
+    assert autopar.GenerationPlan.from_toml(str(plan)) == plan
+    with autopar.compile(model, "cpu: gpu=1", plan=plan) as program:
+        with pytest.raises(PlanMismatchError, match="other prompts"):
+            program.generate(ids, max_new_tokens=NEW - 1)
+        assert program.generate(ids, max_new_tokens=NEW).equal(wanted)
+        assert program.generate(ids, max_new_tokens=3).equal(wanted[:, :8])
+        with pytest.raises(ProgramError, match="cannot train"):
+            program.step(ids)
+        with pytest.raises(BatchError, match="need a mask"):
+            program.generate(ids, prompts()["attention_mask"], max_new_tokens=NEW)
+
+
+def test_what_cannot_be_generated_is_refused_by_name() -> None:
+    model, given = made("gpt2"), prompts()
+    with autopar.compile(model, "cpu: gpu=1") as program:
+        with pytest.raises(BatchError, match="the model has 32 positions"):
+            program.generate(given["input_ids"], max_new_tokens=29)
+        with pytest.raises(BatchError, match="padded on the right"):
+            program.generate(given["input_ids"], given["attention_mask"].flip(1))
+        with pytest.raises(BatchError, match="unknown to the model"):
+            program.generate(given["input_ids"] + WORDS)
+        with pytest.raises(TypeError, match="num_beams"):
+            program.generate(given["input_ids"], num_beams=2)
+        model.generation_config.repetition_penalty = 1.5
+        with pytest.raises(OptionError, match="repetition_penalty"):
+            program.generate(given["input_ids"])
+    with (
+        autopar.compile(nn.Linear(2, 2), "cpu: gpu=1") as program,
+        pytest.raises(CaptureError, match="past_key_values"),
+    ):
+        program.generate(given["input_ids"])
+
+
+def test_prices_of_a_generation_follow_closed_forms() -> None:
+    """On one device: bytes of weights and caches, and rates that grow with the batch."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
+    few, many = (
+        autopar.plan(model, "H100: gpu=1", task="generate", batch=n, prompt=64, new_tokens=32)
+        for n in (1, 16)
+    )
+    weights = sum(4 * parameter.numel() for parameter in model.parameters())
+    cache = 2 * 2 * 4096 * (64 + 32) * 4  # keys and values of two layers of one sequence
+    for plan, batch in ((few, 1), (many, 16)):
+        held = weights + batch * cache
+        assert held < plan.decode.predicted.peak_bytes < 1.1 * held
+        assert plan.token_seconds > held / 3.35e12  # every byte is read for a token
+        assert plan.seconds == pytest.approx(plan.first_token_seconds + 31 * plan.token_seconds)
+        assert plan.tokens_per_second == pytest.approx(32 * batch / plan.seconds)
+    assert many.tokens_per_second > 8 * few.tokens_per_second
