@@ -95,7 +95,7 @@ class Compiler:
         """
         plan, call = first.plan.inner, self._of_replica(call, first.plan.outer)
         if plan.is_pipeline:
-            plan = replace(plan, microbatches=_microbatches(plan, call.samples))
+            plan = replace(plan, microbatches=microbatches_for(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
         captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
@@ -142,8 +142,10 @@ class Compiler:
         return captured, plan
 
 
-def _microbatches(plan: Plan, samples: int) -> int:
+def microbatches_for(plan: Plan, samples: int) -> int:
     """Returns the largest number of microbatches, up to the plan's, for a batch of this size."""
+    if not plan.is_pipeline:
+        return 1
     for count in range(plan.microbatches, 0, -1):
         if samples % count == 0:
             with suppress(ScheduleError):
