@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard autopar kernels benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo lint format docs test slow bench clean
+.PHONY: help .venv demo lint format docs test slow matrix bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' Makefile | sort | expand -t 10
@@ -43,10 +43,13 @@ test: lint docs ## lint, documentation, then every test but the slow ones
 slow: $(STAMP) ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
+matrix: $(STAMP) ## some tests under every Python and torch at hand; says which are not
+	$(BIN)/python -m tests.version_matrix
+
 bench: $(STAMP) ## run the benchmarks; rows go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built, .venv included
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .matrix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

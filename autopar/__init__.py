@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar import callbacks, outer, pins
-    from autopar.compile import compile, emit, load, plan
+    from autopar.compile import compile, emit, load, plan, plan_together
     from autopar.generation_plan import GenerationPlan
     from autopar.intra_op.pins.named_dims import layout
     from autopar.intra_op.rule import OpRule, rule
@@ -51,6 +51,7 @@ __all__ = [
     "outer",
     "pins",
     "plan",
+    "plan_together",
     "rule",
     "shard",
 ]
@@ -72,6 +73,7 @@ _HOMES = {
     "load_checkpoint": "runtime.checkpoint.plain",
     "mixture": "operators.model_calls.mixture_call",
     "muon": "runtime.optimizers.muon",
+    "plan_together": "compile",
     "rule": "intra_op.rule",
     "shard": "operators.model_calls.shard_call",
 }

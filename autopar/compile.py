@@ -6,26 +6,34 @@ loss = session.step(**batch)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import OptionError
 from autopar.generation_plan import GenerationPlan
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
+from autopar.planning.frontier import fastest_together
 from autopar.planning.generation.serving import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import apart
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
-from autopar.planning.prices import check_prices
+from autopar.planning.prices import check_prices, limit_of
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
-from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
+from autopar.runtime.ranks.processes import (
+    MeshLike,
+    as_mesh,
+    check_processes,
+    from_first_rank,
+    join_processes,
+)
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.session.call_texts import texts_of
@@ -114,6 +122,51 @@ def plan(
     if asked.batches == GLOBAL:
         part = call.part_of(outer.count(devices))
     return apart(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
+
+
+def plan_together(
+    models: Mapping[str, Mapping[str, Any]],
+    mesh: MeshLike,
+    *,
+    memory: float | str | None = None,
+    calls: Mapping[str, float] | None = None,
+) -> dict[str, Plan]:
+    """Plans several models that share devices and take turns, as actor and critic do.
+
+    Their parameters and optimizer states lie side by side; what only a step needs does not, because
+    no two steps run at once. If the fastest plans do not fit, models take plans of less memory
+    where that costs the least time. In a process group, every rank calls it with the same
+    arguments, and one rank plans for all.
+
+    Args:
+        models: name -> the arguments of `plan` without the mesh and the memory: model,
+            example_inputs, optimizer and options. Parameters without requires_grad have neither
+            gradients nor states.
+        mesh: the devices.
+        memory: limit per device for all models, in bytes or as text; by default the usable memory.
+        calls: how many steps of a model belong to one of the others; 1 by default.
+
+    Returns:
+        A plan for each model, to be passed to `compile` with the same arguments.
+
+    Raises:
+        InfeasibleError: the models do not fit together; says what each of them needs.
+        OptionError: `calls` names another model.
+        AutoparError: see `compile`.
+    """
+    devices, often = as_mesh(mesh), dict(calls or {})
+    if not often.keys() <= models.keys():
+        raise OptionError(
+            f"calls names {', '.join(sorted(often.keys() - models.keys()))}",
+            why=f"the models are {', '.join(models)}",
+        )
+    limit = limit_of(devices, Options(memory=memory))
+
+    def planner(arguments: Mapping[str, Any]) -> Callable[[float], Plan]:
+        return lambda most: plan(mesh=devices, memory=most, **arguments)
+
+    plans = {name: planner(arguments) for name, arguments in models.items()}
+    return from_first_rank(lambda: fastest_together(plans, often, limit))
 
 
 def emit(

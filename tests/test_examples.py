@@ -15,8 +15,9 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PAIRS = ("gpt", "lora")
-MOST = 15  # changed lines of a port
+PAIRS = ("gpt", "lora", "finetuning", "vision", "mixture", "long_context", "grpo")
+MOST = {"grpo": 25}  # changed lines of a port, if more than 15: this one has three models
+OF_TRANSFORMERS = ("lora", "finetuning", "mixture", "long_context")  # whose losses are in float32
 
 
 def load(path: Path) -> ModuleType:
@@ -30,6 +31,7 @@ def load(path: Path) -> ModuleType:
         return module
     finally:
         sys.path.remove(str(path.parent))
+        sys.modules.pop("model", None)  # each example has its own
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -43,7 +45,7 @@ def test_a_port_changes_few_lines(name: str) -> None:
         if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip()
     ]
     for sign in "+-":
-        assert len([line for line in changes if line[0] == sign]) < MOST
+        assert len([line for line in changes if line[0] == sign]) < MOST.get(name, 15)
 
 
 def losses(folder: Path) -> list[tuple[list[float], list[float]]]:
@@ -65,7 +67,8 @@ def test_losses_are_those_of_the_originals(tmp_path: Path) -> None:
     found = run_ranks(losses, tmp_path, count=2)[0]
     for name, (plain, own) in zip(PAIRS, found, strict=True):
         assert len(own) > 5
-        # Losses of transformers are in float32.
-        assert own == pytest.approx(plain, rel=1e-6 if name == "lora" else 1e-9)
-    assert found[0][0][-1] < found[0][0][0]
+        exact = 1e-6 if name in OF_TRANSFORMERS else 1e-9
+        assert own == pytest.approx(plain, rel=exact, abs=1e-12), name
+        if name != "grpo":  # whose losses are not comparable from step to step
+            assert sum(own[-3:]) < sum(own[:3]), name
     assert (tmp_path / "lora" / "adapter_config.json").exists()

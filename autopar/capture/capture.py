@@ -174,6 +174,21 @@ def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspe
     return inspect.Signature([p for kind in _KINDS for p in ranked[kind]])
 
 
+def missing_arguments(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> set[str]:
+    """Returns the arguments of a loss_fn without defaults that a batch lacks."""
+    try:
+        given = _signature(model, loss_fn).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the capture says why
+        return set()
+    needed = (p for p in loss_parameters(loss_fn) if p.default is p.empty)
+    return {p.name for p in needed if p.kind not in (_KINDS[2], _KINDS[4])} - given.keys()
+
+
 _KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,

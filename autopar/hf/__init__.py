@@ -1,5 +1,6 @@
 """Adapters of Hugging Face's libraries, of the extra `autopar[hf]`."""
 
+from autopar.hf.accelerator import Accelerator
 from autopar.hf.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Accelerator", "Trainer"]

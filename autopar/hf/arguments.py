@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,9 +10,29 @@ from torch import nn
 from autopar.errors import OptionError
 from autopar.session.keywords import CompileKeywords
 
+SHAPES = 16  # batches of a last, smaller size, of other lengths, and of evaluations
+SLICING = ("stages", "microbatches", "accumulate")
+
+
+def with_defaults(trainer: Any, given: CompileKeywords) -> CompileKeywords:
+    """Returns options of `autopar.compile`, and where they say nothing, what a Trainer asks for."""
+    sliced = {*SLICING, "plan"} & given.keys()
+    options: CompileKeywords = {"shapes": SHAPES, **options_of(trainer)}
+    if not sliced:
+        options["microbatches"] = trainer.args.gradient_accumulation_steps
+    return {**options, **given}
+
+
+def microbatches_of(options: Mapping[str, Any]) -> int:
+    """Returns the number of microbatches of the first batch."""
+    plan = options.get("plan")
+    if plan is not None:
+        return int(plan.microbatches)
+    return max(int(options.get("microbatches", 1)), int(options.get("accumulate", 1)))
+
 
 def options_of(trainer: Any) -> CompileKeywords:
-    """Returns the options of `autopar.compile` that the arguments of a Trainer ask for."""
+    """Returns the options of `autopar.compile` that follow from other arguments of a Trainer."""
     args = trainer.args
     decayed = frozenset(trainer.get_decay_parameter_names(trainer.model))
 

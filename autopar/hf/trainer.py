@@ -7,7 +7,7 @@ forward, backward, clipping, optimizer step, evaluation and the state of trainin
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size, nested_truncate
 
 from autopar.compile import compile
-from autopar.errors import BatchError
-from autopar.hf.arguments import options_of, refuse_foreign_parallelism
+from autopar.hf.arguments import (
+    microbatches_of,
+    refuse_foreign_parallelism,
+    with_defaults,
+)
+from autopar.hf.joining import joined
 from autopar.runtime.ranks.processes import MeshLike
+from autopar.session.compiler import microbatches_for
 from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
 
 STATE = "autopar"  # the folder of a session's checkpoint inside that of a Trainer's
-SHAPES = 16  # batches of a last, smaller size, of other lengths, and of evaluations
 
 
 class SessionModule(nn.Module):
@@ -36,19 +40,19 @@ class SessionModule(nn.Module):
     Args:
         session: in training.
         model: the user's model.
-        in_slices: whether a batch runs in microbatches.
+        prepared: returns a batch as the session takes it.
     """
 
-    def __init__(self, session: Session, model: nn.Module, in_slices: bool) -> None:
+    def __init__(
+        self, session: Session, model: nn.Module, prepared: Callable[[dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         self.model = model
-        self._session, self._in_slices = session, in_slices
+        self._session, self._prepared = session, prepared
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output in evaluation, whole on every rank."""
-        if self._in_slices:  # whose losses are means
-            kwargs.pop("num_items_in_batch", None)
-        return self._session(*args, **kwargs)
+        return self._session(*args, **self._prepared(kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: a session's step leaves no gradients."""
@@ -93,12 +97,12 @@ class EpochOrder(transformers.TrainerCallback):  # type: ignore[misc]
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Trains as `transformers.Trainer` does, in parallel on a mesh.
 
-    Every process loads the same batches of `per_device_train_batch_size` x devices samples. The
-    batches of a gradient accumulation form one batch, whose loss is the mean over its tokens. With
-    `microbatches` or `stages` among the options it runs in slices, and the loss is the mean of
-    their means. The arguments for precision, clipping, weight decay,
-    activation checkpointing and torch.compile become options of the session. At the end of the
-    training, `model` has the trained weights.
+    Every process loads the same batches of `per_device_train_batch_size` x devices samples. Those
+    of a gradient accumulation are the microbatches of one step; shorter ones are padded. As in
+    transformers, the loss is the sum over the step's tokens by `num_items_in_batch` if the model
+    takes that number, and otherwise the mean of the batches' losses. The arguments for precision,
+    clipping, weight decay, activation checkpointing and torch.compile become options of the
+    session. At the end of the training, `model` has the trained weights.
 
     Args:
         mesh: the devices, as for `autopar.compile`.
@@ -117,13 +121,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         refuse_foreign_parallelism(self)
         self._mesh = mesh
         self._session: Session | None = None
-        self._options: CompileKeywords = {"shapes": SHAPES, **options_of(self), **(options or {})}
+        self._options = with_defaults(self, options or {})
         # The session recomputes; torch's own checkpointing would be traced.
         self.args.activation_checkpointing = False
         # Every rank counts the items of the whole batch, so Trainer must not add the counts.
         self.args.average_tokens_across_devices = False
-        slices = self._options.get("stages", 1), self._options.get("microbatches", 1)
-        self._in_slices = slices != (1, 1)
         self._accumulated: list[Mapping[str, Any]] = []
         self._rows = 0
         self.add_callback(EpochOrder())
@@ -157,7 +159,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        return SessionModule(self.session, self.model, self._in_slices)
+        return SessionModule(self.session, self.model, self._prepared)
 
     def training_step(
         self,
@@ -171,7 +173,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             The loss, or zero for a batch that waits for others, as Trainer adds the values.
 
         Raises:
-            BatchError: batches of one step have different lengths.
+            BatchError: batches of one step differ in length, and padding would change their loss.
         """
         self._accumulated.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
@@ -183,22 +185,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, batches: list[Mapping[str, Any]], items: Tensor | int | None
     ) -> dict[str, Any]:
         """Returns several batches as one, with the number of tokens that count in their loss."""
-        joined: dict[str, Any] = {}
-        if items is not None and self.model_accepts_loss_kwargs and not self._in_slices:
-            joined["num_items_in_batch"] = torch.as_tensor(items)
-        for name, first in batches[0].items():
-            values = [batch[name] for batch in batches]
-            if isinstance(first, Tensor) and first.ndim:
-                if len({value.shape[1:] for value in values}) > 1:
-                    raise BatchError(
-                        f"{name} has other lengths in other batches of one step",
-                        why=", ".join(str(list(value.shape)) for value in values),
-                        todo="pad all batches to one length, or do not accumulate gradients",
-                    )
-                joined[name] = torch.cat(values)
-            else:
-                joined[name] = first
-        return joined
+        batch = joined(batches, self.model, lambda: self.session.graph, self._options.get("pad_to"))
+        if items is not None and self.model_accepts_loss_kwargs:
+            batch["num_items_in_batch"] = items
+        return self._prepared(batch)
+
+    def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns a batch whose loss, a mean over its microbatches, is the sum over the items."""
+        items = batch.get("num_items_in_batch")
+        if items is None:
+            return batch
+        if self._session is None:
+            count = microbatches_of(self._options)
+        else:
+            rows = find_batch_size(batch)
+            count = microbatches_for(self._session.plan.inner, rows)
+        return {**batch, "num_items_in_batch": torch.as_tensor(items, dtype=torch.float32) / count}
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Does nothing: the session has clipped the gradients."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.capture import Captured, capture
+from autopar.capture.capture import Captured, capture, missing_arguments
 from autopar.capture.decompose import decompose_unknown
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
@@ -53,6 +53,10 @@ class Call:
         if isinstance(example_inputs, (tuple, list)):
             return cls(model, tuple(example_inputs), {})
         return cls(model, (example_inputs,), {})
+
+    def has_arguments_of(self, loss_fn: Callable[..., Tensor] | None) -> bool:
+        """Returns whether the call has the arguments of a loss_fn that have no default."""
+        return not missing_arguments(self.model, loss_fn, self.args, self.kwargs)
 
     def microbatch(self, count: int) -> Call:
         """Returns the call with the first of `count` equal slices along the first dimension.

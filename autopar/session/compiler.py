@@ -93,12 +93,14 @@ class Compiler:
         captured, plan = self._planned(self._of_replica(call, self.outer), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
-    def variant(self, call: Call, first: Compiled) -> Compiled:
+    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
         """Returns the program of another call, which reads parameters in the layouts of `first`.
 
         Args:
             call: of the same model, in another mode or with another batch.
             first: the program that stores the parameters.
+            training: whether it trains. An evaluation without the arguments of the loss_fn has no
+                loss.
 
         Raises:
             CaptureError, InfeasibleError, StageError: see `autopar.compile`.
@@ -106,21 +108,24 @@ class Compiler:
                 equal microbatches of the batch.
         """
         plan, call = first.plan.inner, self._of_replica(call, first.plan.outer)
+        options = self.options
+        if not training and not call.has_arguments_of(options.loss_fn):
+            options = replace(options, loss_fn=None)
         if plan.is_pipeline:
-            plan = replace(plan, microbatches=_microbatches(plan, call.samples))
+            plan = replace(plan, microbatches=microbatches_for(plan, call.samples))
         count = plan.microbatches if plan.is_pipeline else None
-        options = replace(self.options, whole_loss=plan.stages[0].asked.whole_loss)
+        options = replace(options, whole_loss=plan.stages[0].asked.whole_loss)
         captured = capture_parts(call, plan.stages[0].mesh, options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
             return first
         graph, further = from_first_rank(
-            lambda: plan_over(first.captured.graph, plan, captured.graph, self.options)
+            lambda: plan_over(first.captured.graph, plan, captured.graph, options)
         )
         return Compiled.of(
             replace(captured, graph=graph),
             apart(further, first.plan.outer, self.mesh).on(self.mesh),
-            self.options,
+            options,
             Trace(None),
         )
 
@@ -163,8 +168,10 @@ class Compiler:
         return captured, plan
 
 
-def _microbatches(plan: Plan, samples: int) -> int:
+def microbatches_for(plan: Plan, samples: int) -> int:
     """Returns the largest number of microbatches, up to the plan's, for a batch of this size."""
+    if not plan.is_pipeline:
+        return 1
     for count in range(plan.microbatches, 0, -1):
         if samples % count == 0:
             with suppress(ScheduleError):
@@ -189,9 +196,9 @@ class Loader:
         """Returns the compiled call."""
         return self.first
 
-    def variant(self, call: Call, first: Compiled) -> Compiled:
+    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
         """Returns a further call over the parameters of the first; see `Compiler.variant`."""
-        return self.compiler.variant(call, first)
+        return self.compiler.variant(call, first, training)
 
     def generating(
         self, model: nn.Module, sizes: Sizes, first: Compiled | None

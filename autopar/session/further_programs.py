@@ -30,7 +30,7 @@ class Compiles(Protocol):
     def __call__(self, call: Call) -> Compiled:
         """Compiles the first call."""
 
-    def variant(self, call: Call, first: Compiled) -> Compiled:
+    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
         """Compiles a further call; its program reads parameters where the first stores them."""
 
     def generating(
@@ -144,7 +144,7 @@ class Variants:
         call = Call(self.model, args, kwargs)
         with nullcontext() if training else evaluating(self.model):
             try:
-                compiled = self.compiler.variant(call, self.first)
+                compiled = self.compiler.variant(call, self.first, training)
             except CaptureError as error:
                 raise self._misfit(args, kwargs, error) from error
         self._refuse_other_dtypes(compiled)

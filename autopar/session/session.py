@@ -41,6 +41,7 @@ from autopar.session.generation.pair import (
 )
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
+from autopar.session.published_names import PublishedNames
 from autopar.session.step_metrics import Metered
 
 EAGERLY = Running()
@@ -366,7 +367,11 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         executor, captured = self._ready(), self.compiled.captured
         if self._saved is None:
             self._saved = Checkpoints.of(
-                self._model, executor, captured.buffers, captured.parameter_names
+                self._model,
+                executor,
+                captured.buffers,
+                captured.parameter_names,
+                PublishedNames(self._model),
             )
         executor.meet("a checkpoint's method", drain=False)
         return self._saved

@@ -96,9 +96,9 @@ def save(folder: Path, make: Any, **options: Any) -> None:
         assert all((place / file).stat().st_size < max(largest, 4096) + 4096 for file in files)
         if make is mixtral:
             assert any("experts.0.w1" in name for name in index["weight_map"])
-    if make is not mixtral:
-        program.load_weights(place)
-        same(program.state_dict(), trained)
+    program.load_state_dict({name: torch.zeros_like(value) for name, value in trained.items()})
+    program.load_weights(place)
+    same(program.state_dict(), trained)
     program.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import OptionError
@@ -32,7 +32,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         labels = self.tokens[row].clone()
-        labels[16 - row % 5 :] = -100
+        labels[16 - row % 11 :] = -100
         return {"input_ids": self.tokens[row], "labels": labels}
 
 
@@ -97,6 +97,40 @@ def trained(kind: type, folder: Path, batch: int, **more: Any) -> transformers.T
     return trainer
 
 
+class Tagger(nn.Module):
+    """Takes a mask, but no number of items, so that losses of batches are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(96, 16), nn.Linear(16, 96)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
+        logits = self.head(self.words(input_ids) * attention_mask[..., None])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Cuts rows after the last label that counts in any of them."""
+    whole = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    counted = whole["labels"] >= 0
+    whole["attention_mask"] = counted.long()
+    most = int(counted.sum(1).max())
+    return {name: value[:, :most] for name, value in whole.items()}
+
+
+def of_lengths(kind: type, folder: Path, batch: int) -> transformers.Trainer:
+    """A Trainer whose accumulated batches have different lengths and numbers of labels."""
+    return kind(
+        model=Tagger().double(),
+        args=arguments(folder, batch, gradient_accumulation_steps=2, eval_strategy="no"),
+        train_dataset=Texts(16),
+        data_collator=longest,
+        **({"mesh": LINE} if kind is Trainer else {}),
+    )
+
+
 def on_ranks(folder: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -106,11 +140,14 @@ def on_ranks(folder: str) -> dict[str, Any]:
     kept = {k: v.clone() for k, v in whole.model.state_dict().items()}
     resumed = trained(Trainer, Path(folder) / "run", 2)
     resumed.train(resume_from_checkpoint=str(Path(folder) / "run" / "checkpoint-3"))
-    accumulated = trained(Trainer, Path(folder) / "more", 1, gradient_accumulation_steps=2)
+    accumulated = trained(Trainer, Path(folder) / "more", 2, gradient_accumulation_steps=3)
     accumulated.train()
+    ragged = of_lengths(Trainer, Path(folder) / "ragged", 2)
+    ragged.train()
     return {
         "losses": losses(whole), "weights": kept, "resumed": losses(resumed),
-        "accumulated": [row["loss"] for row in accumulated.state.log_history if "loss" in row],
+        "accumulated": losses(accumulated), "ragged": losses(ragged),
+        "slices": [each.session.plan.microbatches for each in (accumulated, ragged)],
         "files": {file.name for file in (Path(folder) / "run" / "checkpoint-6").iterdir()},
         "predicted": whole.predict(Texts(8)).predictions,
     }  # fmt: skip
@@ -125,8 +162,13 @@ def test_it_trains_as_on_one_process(tmp_path: Path) -> None:
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(first["weights"][name], value, rtol=1e-9, atol=1e-12)
     assert first["resumed"] == first["losses"]
-    steps = [row["loss"] for row in plain.state.log_history if "loss" in row]
-    torch.testing.assert_close(first["accumulated"], steps, rtol=1e-6, atol=1e-6)
+    accumulated = trained(Plain, tmp_path / "more", 4, gradient_accumulation_steps=3)
+    ragged = of_lengths(Plain, tmp_path / "ragged", 4)
+    for name, trainer in (("accumulated", accumulated), ("ragged", ragged)):
+        trainer.train()
+        torch.testing.assert_close(first[name], losses(trainer), rtol=1e-6, atol=1e-6)
+    assert not ragged.model_accepts_loss_kwargs
+    assert first["slices"] == [3, 2]
     assert {"autopar", "config.json", "model.safetensors", "trainer_state.json"} <= first["files"]
     wanted = plain.predict(Texts(8)).predictions
     torch.testing.assert_close(first["predicted"], wanted, rtol=1e-9, atol=1e-12)

@@ -82,7 +82,9 @@ def train(case: str) -> None:
     for number in range(3):
         whole = batch(number)
         given = own_part(whole) if case == "local" else whole
-        close(program.eval_step(**given).loss, alone(**whole)["loss"])
+        evaluated = program.eval_step(**given)
+        close(evaluated.loss, alone(**whole)["loss"])
+        close(evaluated.whole()["logits"], alone(**whole)["logits"])
         loss = program.step(**given)
         expected = alone(**whole)["loss"]
         expected.backward()

@@ -144,6 +144,28 @@ def train_ragged(way: str) -> None:
     assert loss.isfinite()
 
 
+def evaluate_without_targets() -> None:
+    """A loss_fn has no part in evaluations of batches that lack its arguments."""
+    alone = classifier(0.0, 0.0)
+
+    def loss_of(output: dict[str, Tensor], targets: Tensor, weight: float = 2.0) -> Tensor:
+        return weight * nn.functional.cross_entropy(output["logits"], targets)
+
+    given = batch(8, 0)
+    x, targets = given["x"], given["labels"]
+    program = autopar.compile(classifier(0.0, 0.0), LINE, optimizer=adam, loss_fn=loss_of)
+    program.step(x, targets=targets)
+    alone.load_state_dict(program.state_dict())
+    alone.eval()
+    (found,) = program(x).values()
+    torch.testing.assert_close(found, alone(x)["logits"].detach(), rtol=1e-9, atol=1e-12)
+    assert program.eval_step(x).loss is None
+    loss = program.eval_step(x, targets=targets).loss
+    torch.testing.assert_close(loss, loss_of(alone(x), targets).detach(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(BatchError, match="targets"):
+        program.step(x)
+
+
 def every_way(ways: tuple[str, ...]) -> None:
     for way in ways:
         evaluate_beside(way)
@@ -159,6 +181,7 @@ def differ() -> None:
 
 
 def modes() -> None:
+    evaluate_without_targets()
     model = classifier(0.2)
     program = autopar.compile(model, LINE, optimizer=adam)
     program.step(**batch(8, 0))

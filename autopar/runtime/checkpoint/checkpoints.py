@@ -29,7 +29,7 @@ from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_par
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving, taking
 from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
-from autopar.runtime.checkpoint.tensor_names import Names, of_adapter
+from autopar.runtime.checkpoint.tensor_names import Names, Published, of_adapter
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Lease, Peers
@@ -51,6 +51,7 @@ class Checkpoints:
         holder: Holder,
         buffers: Mapping[str, Tensor],
         aliases: Mapping[str, str],
+        published: Published = dict,
     ) -> Checkpoints:
         """Returns the checkpoints of a program that was captured from a model.
 
@@ -59,12 +60,13 @@ class Checkpoints:
             holder: the object that runs the program.
             buffers: its buffers and constants.
             aliases: every name of every parameter -> the one under which it is stored.
+            published: see `Names`.
         """
         persistent = tuple(model.state_dict())
         constants = {k: v for k, v in buffers.items() if k not in persistent}
         tied = {k: v for k, v in aliases.items() if k != v}
         others = frozenset(dict(model.named_buffers())) - frozenset(persistent)
-        return cls(holder, Names(persistent, tied, others), constants)
+        return cls(holder, Names(persistent, tied, others, published), constants)
 
     def __init__(self, holder: Holder, names: Names, constants: Mapping[str, Tensor]) -> None:
         self.holder, self.names, self._constants = holder, names, constants
@@ -343,7 +345,8 @@ class Checkpoints:
             found.update(matches)
             self._read(where, index, lambda: self._parts(index, matches, prefix))
 
-        publish.reading(lambda: from_first_rank(lambda: weights_index(path)), use)
+        published = self.names.published if rename is str else dict
+        publish.reading(lambda: from_first_rank(lambda: weights_index(path, published)), use)
         return found
 
     def _parts(self, index: Index, matches: Mapping[str, str], prefix: str) -> list[Part]:

@@ -17,7 +17,7 @@ from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.holder import Holder
 from autopar.runtime.checkpoint.index import MARKER, Chunk, Index, Stored
-from autopar.runtime.checkpoint.tensor_names import Names
+from autopar.runtime.checkpoint.tensor_names import Names, Published
 from autopar.runtime.checkpoint.values import dtype_name
 from autopar.runtime.parameters.pieces import whole
 from autopar.runtime.ranks.processes import from_first_rank
@@ -26,17 +26,21 @@ ADAPTER = "adapter_config.json"  # marks a folder of PEFT
 _LISTS = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 
 
-def weights_index(path: Path) -> tuple[Path, Index, str]:
+def weights_index(path: Path, published: Published = dict) -> tuple[Path, Index, str]:
     """Returns the contents of a checkpoint, a folder of safetensors or one such file.
 
     A folder with a list of names and files, as written by Hugging Face, is read by that list;
     otherwise all of its safetensors are.
 
+    Args:
+        path: the folder or the file.
+        published: see `Names`.
+
     Returns:
         The folder, its contents, and the prefix of the names in it.
 
     Raises:
-        CheckpointError: it is none of these, or a file is missing or damaged.
+        CheckpointError: it is none of these, a file is missing or damaged, or `published` refuses.
     """
     with publish.readable(path):
         if (path / MARKER).exists():
@@ -56,7 +60,7 @@ def weights_index(path: Path) -> tuple[Path, Index, str]:
                     tensors[name] = _stored(opened, file.name, name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read", why=str(error)) from error
-    return (path if path.is_dir() else path.parent), Index(tensors, {}), ""
+    return (path if path.is_dir() else path.parent), Index(published(tensors), {}), ""
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:

@@ -37,12 +37,18 @@ class Chunk:
         file: a path in the folder.
         key: its key in that file.
         checksum: CRC-32 of its bytes; None if not recorded.
+        stacked: whether the file has it without its first dimension, along which it is one element.
     """
 
     box: Box
     file: str
     key: str
     checksum: int | None = None
+    stacked: bool = False
+
+    def in_file(self, box: Box) -> Box:
+        """Returns a box of the chunk as one of the tensor in the file."""
+        return Box(box.offsets[self.stacked :], box.sizes[self.stacked :])
 
 
 @dataclass(frozen=True)

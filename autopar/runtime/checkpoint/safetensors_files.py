@@ -250,13 +250,11 @@ class Reader(StorageReader):
 
     def _check(self, chunks: list[tuple[Stored, Chunk]], opened: Any) -> None:
         for stored, chunk in chunks:
-            part = opened.get_slice(chunk.key)
-            alike = tuple(part.get_shape()) == chunk.box.sizes
+            part, sizes = opened.get_slice(chunk.key), chunk.in_file(chunk.box).sizes
+            alike = tuple(part.get_shape()) == sizes
             if not alike or part.get_dtype() != _DTYPES[stored.dtype]:
                 actual = f"{part.get_dtype()}{list(part.get_shape())}"
-                why = (
-                    f"it is {actual} there, {stored.dtype} of {list(chunk.box.sizes)} by its index"
-                )
+                why = f"it is {actual} there, {stored.dtype} of {list(sizes)} by its index"
                 raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
             if chunk.checksum not in (None, checksum(opened.get_tensor(chunk.key))):
                 why = "its bytes differ from those that were saved"
@@ -264,8 +262,9 @@ class Reader(StorageReader):
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner, opened: Any) -> None:
         for item in items:
-            key = self._chunks[item.storage_index].key
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            chunk = self._chunks[item.storage_index]
+            box = chunk.in_file(Box(tuple(item.storage_offsets), tuple(item.lengths)))
+            key = chunk.key
             # A tensor without dimensions cannot be sliced.
             part = opened.get_slice(key)[box.slices] if box.sizes else opened.get_tensor(key)
             target = planner.resolve_tensor(item)

@@ -11,6 +11,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.index import Stored
 
 Shapes = Mapping[str, tuple[int, ...]]
+Published = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Names:
         persistent: names of the model's state_dict, in order.
         tied: further names of tensors -> the name in the program.
         others: buffers that a state_dict leaves out.
+        published: returns the tensors of a folder that is no checkpoint by the model's names.
     """
 
     persistent: tuple[str, ...]
     tied: Mapping[str, str]
     others: frozenset[str] = frozenset()
+    published: Published = dict
 
     @cached_property
     def _known(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.shared import Peers
-from autopar.runtime.runtime import Runtime
+from autopar.runtime.runtime import Runtime, typed
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,29 @@ class PipelineProgram:
                         value = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
                     pieces.append(self.peers.from_rank(self._speaker(number, microbatch), value))
                 if shape:
-                    outputs[name] = torch.cat(pieces)
+                    outputs[name] = self._in_order(torch.cat(pieces), shape[0])
                 else:
                     outputs[name] = torch.stack(pieces).sum() / len(pieces)
         return outputs
+
+    def _in_order(self, value: Tensor, rows: int) -> Tensor:
+        """Returns an output of all microbatches with its rows in the order of the ranks' parts.
+
+        A microbatch has rows of every rank's part of the batch.
+
+        Args:
+            value: the microbatches' outputs one after the other.
+            rows: of one of them.
+        """
+        world = self.part.world
+        split = [
+            shape[0] for _, shape, layout in map(typed, self.inputs.values()) if layout.sharded_axes
+        ]
+        if world == 1 or rows not in split:
+            return value
+        count = self.placement.microbatches
+        parts = value.view(count, world, rows // world, *value.shape[1:])
+        return torch.flatten(parts.transpose(0, 1), 0, 2)
 
     def _speaker(self, stage: int, microbatch: int) -> int:
         """Returns the first rank that runs the forward of a stage on a microbatch."""
