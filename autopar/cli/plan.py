@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from autopar.cli.common.model_options import (
 from autopar.cli.common.pin_options import pin_options, read_pins
 from autopar.cli.common.planning_profile import PROFILE
 from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
+from autopar.cli.common.single_plan_view import plan_json, solver_line
 from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.errors import ProgramError
@@ -277,7 +278,7 @@ def command(
         explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
-        print_json({**_plan_json(plan), **limits, **rounds_json(rounds)})
+        print_json({**plan_json(plan), **limits, **rounds_json(rounds)})
     else:
         _print(best, explanation, headed(graph, options), rounds)
     _save(plan, model, output)
@@ -323,7 +324,7 @@ def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds 
     say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))
-    say("\n".join([_solver_line(best), *([] if rounds is None else [rounds.text()])]))
+    say("\n".join([solver_line(best), *([] if rounds is None else [rounds.text()])]))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         say(f"replicated, because they have no rule: {names}", fg="yellow", err=True)
@@ -374,32 +375,3 @@ def _pipeline(
     if output is not None:
         plan.save(output)
         say(f"written to {output}", err=True)
-
-
-def _plan_json(plan: Plan) -> dict[str, object]:
-    stage = plan.stage
-    return {
-        "graph": plan.graph,
-        "mesh": str(plan.mesh),
-        "model": plan.model.table(),
-        "predicted": plan.predicted.figures(),
-        "pins": stage.pins,
-        "precision": str(stage.precision),
-        "recompute": {run: str(how) for run, how in stage.recompute.items()},
-        "offload": stage.offload.to_table(),
-        "fuse": list(stage.fuse),
-        "fused": {name: asdict(entry) for name, entry in stage.fused.items()},
-        "solver": stage.solver.table(),
-        "layouts": {name: str(node) for name, node in stage.nodes.items()},
-    }
-
-
-def _solver_line(plan: StagePlan) -> str:
-    """Returns a line on the solver, its optimality gap and time, recomputation and offload."""
-    run = plan.solver
-    left = "" if run.left is None else f"reductions left {run.left}, "
-    extra = "".join(f"; {blocks} recomputes {how}" for blocks, how in plan.recompute.items())
-    extra += f"; in host memory: {plan.offload}" if plan.offload else ""
-    verdict = "optimal" if run.gap <= 1e-6 else f"within {100 * run.gap:.2g} % of the optimum"
-    ended = f", ended by {run.ended}" if run.ended in ("work", "time") else ""
-    return f"{run.name}: {run.nodes} nodes, {left}{verdict}, {run.seconds:.2f} s{ended}{extra}"

@@ -32,13 +32,8 @@ from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
+from autopar.session.generation import pair
 from autopar.session.generation.generating import Generating
-from autopar.session.generation.pair import (
-    Pair,
-    load_pair,
-    refuse_if_generating,
-    refuse_more_shapes,
-)
 from autopar.session.modes import Modes, refuse_autocast, refuse_other_parameters
 from autopar.session.pretrained import Pretrained
 from autopar.session.published_names import PublishedNames
@@ -83,7 +78,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         self._modes: Modes | None = None
         self._closed = False
         self._example: dict[str, Tensor] = {}
-        self._pairs: dict[Sizes, Pair] = {}
+        self._pairs: dict[Sizes, pair.Pair] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiles and loads the program for batches like this one, as the first step would."""
@@ -209,7 +204,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
                 why="program.eval() was called",
                 todo="call program.train() before the step",
             )
-        refuse_if_generating(self._compiled, "train", "pass example_inputs to compile")
+        pair.refuse_if_generating(self._compiled, "train", "pass example_inputs to compile")
         program, inputs = self._ready_for(args, kwargs, training=True)
         executor = self._ready()
         with (
@@ -240,22 +235,22 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         self._example = self._example or inputs
         return program, inputs
 
-    def _generating(self, sizes: Sizes) -> Pair:
+    def _generating(self, sizes: Sizes) -> pair.Pair:
         """Returns the programs of a generation, compiled if new."""
         self._refuse_closed()
         refuse_autocast()
-        if sizes in self._pairs:
-            return self._pairs[sizes]
-        refuse_more_shapes(len(self._pairs))
-        first = self._compiled
+        if found := self._pairs.get(sizes):
+            return found
+        pair.refuse_more_shapes(len(self._pairs))
         if self._executor is not None:
             self._executor.meet("generate")
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
-            compiled = self._compiler.generating(self._model, sizes, first)
-            if first is None:  # nothing is trained: the decode stores the parameters
+            compiled = self._compiler.generating(self._model, sizes, self._compiled)
+            if self._compiled is None:  # nothing is trained: the decode stores the parameters
                 self._modes = Modes(self._model)
                 self._start(compiled[1], Peers.here().recorder)
-            self._pairs[sizes] = load_pair(self._ready(), compiled, self._running_as, self.compiled)
+            own = self._ready()
+            self._pairs[sizes] = pair.load_pair(own, compiled, self._running_as, self.compiled)
         return self._pairs[sizes]
 
     def _padded(
@@ -383,7 +378,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
             ProgramError: no batch was passed yet, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
-        refuse_if_generating(compiled, "be saved", "save a checkpoint, or program.plan")
+        pair.refuse_if_generating(compiled, "be saved", "save a checkpoint, or program.plan")
         if executor.part.world > 1:
             raise ProgramError(
                 "a program of local batches cannot be saved to run by itself",

@@ -33,7 +33,7 @@ def generating_options(options: Options) -> Options:
     Raises:
         ProgramError: the program has stages, or ranks pass different parts of a batch.
     """
-    if options.is_pipeline or options.accumulates:
+    if options.is_pipeline:
         raise ProgramError(
             "a program with stages or microbatches cannot generate",
             why="a token would pass all stages before the next one begins",
