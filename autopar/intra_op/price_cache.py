@@ -23,10 +23,12 @@ from autopar.intra_op.node_choices import (
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
 from autopar.intra_op.work.kernel_work import node_work
+from autopar.ir.crossing import gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.resharding import Resharder, Reshardings
+from autopar.ir.stage_graphs import is_sent
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import Rule
@@ -174,6 +176,8 @@ class Prices:
     ) -> Seconds:
         types = operand_types(graph, node)
         asked = exchanged(node, types, option.operands, self.mesh, option.form)
+        arriving = gathered(graph, node, option.results[0], self.mesh)
+        asked = asked[0] + arriving[0], asked[1] + arriving[1]
         forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
         if not option.form:
             return forward, backward
@@ -203,5 +207,6 @@ def _kind(graph: Graph, node: Node) -> Hashable:
         tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs),
         sum(graph[user].requires_grad for user in graph.users[node.name]),
         node.name in graph.aside,
+        is_sent(graph, node),
         node.part,
     )

@@ -15,9 +15,11 @@ import math
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError, MeshError
-from autopar.ir.collective import Step
+from autopar.ir.collective import Collective, Step
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.resharding import Resharder
+from autopar.ir.stage_graphs import is_sent
 from autopar.ir.tensor import Layout, TensorType
 
 Span = tuple[int, int]  # start, length
@@ -112,7 +114,8 @@ def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
     for side in (source, target):
         _check(tensor, side)
     shape = tensor.shape
-    arrival = spread(shape, target.layout, target.mesh)
+    stays = source == target  # every device keeps its part
+    arrival = target.layout if stays else spread(shape, target.layout, target.mesh)
     holders = _holders(shape, source)
     boxes = []
     for place, receiver in enumerate(target.ranks):
@@ -123,9 +126,45 @@ def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
                 # A receiver that holds the part keeps it; otherwise holders take turns.
                 sender = receiver if receiver in ranks else ranks[place % len(ranks)]
                 boxes.append(Box(sender, receiver, _within(common, part), _within(common, whole)))
-    resharder = Resharder(target.mesh, lambda call: float(call.nbytes))
-    gathers = resharder.steps(tensor, arrival, target.layout, grad=False)
+    gathers = () if stays else gathers_of(tensor, target.layout, target.mesh)
     return Crossing(tuple(boxes), arrival, gathers)
+
+
+def gathers_of(tensor: TensorType, layout: Layout, mesh: Mesh) -> tuple[Step, ...]:
+    """Returns the steps by which devices gather a value that other devices sent them.
+
+    They depend on the receiving side only.
+
+    Args:
+        tensor: the value's global type.
+        layout: its layout on the receiving mesh, without partial sums.
+        mesh: the receiving mesh.
+    """
+    resharder = Resharder(mesh, lambda call: float(call.nbytes))
+    return resharder.steps(tensor, spread(tensor.shape, layout, mesh), layout, grad=False)
+
+
+def gathered(
+    graph: Graph, node: Node, layout: Layout, mesh: Mesh
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Returns the collectives by which a stage's devices gather what other stages send them.
+
+    Those of a received value run before the forward, those of the gradient of a sent value before
+    the backward.
+
+    Args:
+        graph: of the stage.
+        node: one of its nodes.
+        layout: layout of the node's value.
+        mesh: the stage's devices.
+    """
+    received = node.op == "received"
+    sent = node.requires_grad and is_sent(graph, node)
+    if not received and not sent:
+        return (), ()
+    steps = gathers_of(node.type, layout, mesh)
+    calls = tuple(step.forward for step in steps if step.forward is not None)
+    return (calls, ()) if received else ((), calls)
 
 
 def spread(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layout:

@@ -49,6 +49,11 @@ def is_trained(graph: Graph) -> bool:
     return graph.loss is not None or any(user.startswith(SENT) for user, _ in graph.outputs)
 
 
+def is_sent(graph: Graph, node: Node) -> bool:
+    """Returns whether later stages read the value of a node."""
+    return any(user.startswith(SENT) and name == node.name for user, name in graph.outputs)
+
+
 def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
     """Returns the graphs of the stages.
 

@@ -104,21 +104,26 @@ Entry = Computed | Resharded | Used | Summed | Block | OffloadedBlock
 
 
 def backward(
-    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, weights: Weights
+    tape: list[Entry],
+    ends: Sequence[tuple[Value, Sequence[Collective]]],
+    recorder: Recorder,
+    weights: Weights,
 ) -> None:
     """Plays `tape` from its end, which empties it, and leaves every parameter its gradient.
 
     Args:
         tape: the tape of the forward.
-        ends: the loss, or the values whose gradients a stage of a pipeline receives.
+        ends: the loss, or the values whose gradients a stage of a pipeline receives, each with the
+            collectives that gather its gradient.
         recorder: records the tasks.
         weights: the parameters with collectives.
     """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
-    for end in ends:
+    for end, calls in ends:
         title = f"gradient of {end.buffer.name}"
         end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
+        recorder.gather(title, calls)
     _play(tape, recorder, weights)
     weights.finish()
     recorder.compute("end of backward", "", (), recorder.pending)

@@ -102,6 +102,11 @@ class Recorder:
         self._add(name, node, ",".join(call.axes), call, needs, cause, share)
         self.barrier = len(self.drafts) - 1
 
+    def gather(self, name: str, calls: Sequence[Collective]) -> None:
+        """Adds the collectives that gather what another stage has sent."""
+        for call in calls:
+            self.collective(f"{call.title} of {name}", "", call, "exchange")
+
     def side_by_side(
         self,
         name: str,

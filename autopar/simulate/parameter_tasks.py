@@ -7,6 +7,7 @@ when it begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -329,17 +330,23 @@ class Weights:
                 self._gather_updated(same)
 
     def _gather_updated(self, weights: Sequence[Weight]) -> None:
-        for place, hops in enumerate(zip(*(w.path("update") for w in weights), strict=True)):
+        paths = list(zip(*(weight.path("update") for weight in weights), strict=True))
+        for place, hops in enumerate(paths):
             call = _one(hops)
             title = f"{call.title} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
+            ends = place == len(paths) - 1  # in the stored parameter
             for weight, hop in zip(weights, hops, strict=True):
-                # Parts of rows, and several tensors of one call, go through a staging buffer.
-                copies = 0 if self.in_place else 1 + (bool(hop.dim) or len(hops) > 1)
-                more = copies * self._bytes(weight, hop.dst)
+                whole, part = self._bytes(weight, hop.dst), self._bytes(weight, hop.src)
+                # Parts of rows, and several tensors of one call, are sent from a staging buffer and
+                # arrive in another. Rows arrive where they are stored, if they split evenly.
+                joined = bool(hop.dim) or len(hops) > 1
+                even = whole == part * math.prod(map(self.mesh.axis_size, call.axes))
+                arriving = (whole + part) * joined + whole * (not joined and ends and not even)
+                arriving += whole * (not ends)
                 # A master is cast, and what came by the hop before is there.
                 cast = self._own(weight) != weight.leaf.type
-                more += (cast or place > 0) * self._bytes(weight, hop.src)
+                more = (cast or place > 0) * part + (0 if self.in_place else arriving)
                 self.recorder.scratch("communication", weight.name, more)
 
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:

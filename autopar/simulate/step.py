@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
+from autopar.ir.collective import Collective
+from autopar.ir.crossing import gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.stage_graphs import SENT, is_trained
 from autopar.ir.update import nbytes_in, shared_states
@@ -115,15 +117,16 @@ class _Step:
         )
         outputs, tape = forward.play(program)
         ends = [
-            value
+            (value, self._gathers(self.graph[node])[1])
             for (user, node), value in zip(self.graph.outputs, outputs, strict=True)
             if node == self.graph.loss or (user.startswith(SENT) and value.grad)
         ]
+        kept = [value for value, _ in ends]
         for value in outputs:
-            if value not in ends:
+            if value not in kept:
                 self.recorder.drop(value.buffer)
         backward(tape, ends, self.recorder, self.weights)
-        for buffer in (*(value.buffer for value in ends), *forward.written):
+        for buffer in (*(value.buffer for value in kept), *forward.written):
             self.recorder.drop(buffer)
         trained = [
             self.updated[node.name]
@@ -153,6 +156,13 @@ class _Step:
             recorder.hold(recorder.allocate("optimizer", "states of whole parameters", nbytes))
         for kept in shared_states(self.plan.precision):
             recorder.hold(recorder.allocate("optimizer", kept.state.name, kept.nbytes))
+        for node in self.graph.leaves("received"):
+            recorder.gather(node.name, self._gathers(node)[0])
+
+    def _gathers(self, node: Node) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+        """Returns the collectives that gather a node's value or gradient from another stage."""
+        layout = self.plan.nodes[self.graph.template[node.name]].results[0][1]
+        return gathered(self.graph, node, layout, self.plan.mesh)
 
     def _parameter(self, node: Node) -> None:
         """Allocates the states of a parameter."""

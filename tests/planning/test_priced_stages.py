@@ -103,7 +103,7 @@ def test_its_figures_are_those_of_the_plan(folder: Path, command: str) -> None:
     made = Plan.load(folder / "plan.toml")
     own = json.loads(run(*arguments(folder, command, "--json")).stdout)
     assert own["step_seconds"] == pytest.approx(made.predicted.step_seconds, rel=1e-9)
-    # A message, and where the reader wants all of it a gather.
+    # A message; what devices gather of it is a part of their forward.
     assert SEND <= own["stages"][1]["arriving"] < SEND + 0.01
     assert all(stage["forward"] > 0.01 for stage in own["stages"])
     closed = run(*arguments(folder, command, "--json", own=False))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+import autopar
 from autopar.cost.model import AnalyticModel
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
+from autopar.intra_op.build import build
 from autopar.intra_op.rules import rules
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.mesh import Mesh
+from autopar.ir.stage_graphs import SENT
+from autopar.ir.tensor import Layout
 from autopar.planning.capturing import Call, capture_call, capture_graph
 from autopar.planning.options import Options
 from autopar.planning.pipelines.simulated import Simulated, simulated
@@ -108,3 +112,36 @@ def test_stages_in_one_place_send_nothing() -> None:
     once = [stage.once for stage in found.stages]
     last = max(once[0] + once[3], once[1] + once[2])
     assert found.seconds == pytest.approx(found.timeline.computed + last, rel=1e-12)
+
+
+def test_stages_gather_what_others_send_them() -> None:
+    """A value that every device of a stage reads arrives in parts; so does its gradient."""
+    model, batch = gpt2(4)
+    line = Mesh.parse(f"{DEVICE}: node=2, gpu=2 @1GB/s 1us")
+    options = Options(stages=2, microbatches=MICROBATCHES, pins=autopar.pins.megatron("gpu"))
+    captured = capture_call(Call(model, (), batch), options, Trace(None), MICROBATCHES)
+    plan = plan_evenly(captured.graph, line, options, Trace(None))
+    first, second = stage_graphs(captured.graph, plan.ends, Trace(None))
+    half = 2 * 16 * 32 * 4 / 2  # bytes that a device gets from the other one
+    once = half / 1e9 + 1e-6
+    (leaf,) = second.leaves("received")
+    (sent,) = (node for user, node in first.outputs if user.startswith(SENT))
+    for graph, stage, phase, node in (
+        (first, plan.stages[0], "backward", first[sent]),
+        (second, plan.stages[1], "forward", leaf),
+    ):
+        price = AnalyticModel(stage.mesh)
+        step = tasks(graph, stage, works(graph, stage, rules()), price, Settings())
+        spans = [s for s in run(step, price, 2.0).spans if s.task.cause == "exchange"]
+        assert [s.seconds for s in spans if s.task.phase == phase and not s.task.node] == [
+            pytest.approx(once)
+        ]
+        # The search pays the same for it, and nothing for a value that every device reads in part.
+        built = build(graph, stage.mesh, price, options.table)
+        at = built.names.index(graph.template[node.name])
+        whole, parts = (
+            built.options[at].index(next(o for o in built.options[at] if o.results[0] == layout))
+            for layout in (Layout.replicated(3), Layout((("gpu",), (), ())))
+        )
+        cost = built.problem.nodes[at].cost
+        assert cost[whole] - cost[parts] == pytest.approx(once)

@@ -24,7 +24,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as parts
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.search import INEXACT, play, search
+from autopar.planning.pipelines.search import INEXACT, Borders, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import stage_graphs, weights
 from autopar.planning.pipelines.variants import InFlight
@@ -78,7 +78,7 @@ def test_longer_runs_are_priced_as_if_they_were_planned_whole() -> None:
 
 def test_frontiers_trade_time_for_memory() -> None:
     whole = submeshes(CLUSTER)[-1]
-    (roomy,) = costs(layered(5))(1, 3, whole, 8)
+    roomy = costs(layered(5))(1, 3, whole, 8)[0]
     limit = roomy.memory(4) * 0.6
     tight = costs(layered(5), memory=limit)(1, 3, whole, 8)
     assert len(tight) > 1
@@ -98,7 +98,7 @@ def test_optimizer_state_in_host_memory_is_none_of_a_stage_but_takes_time() -> N
     with_state, without = here.alone(block, 2), away.alone(block, 2)
     assert with_state[1] - without[1] == pytest.approx(state)
     assert with_state[2] == without[2]
-    (fast,), (slow,) = (costs(2, 3, whole, 2) for costs in (here, away))
+    fast, slow = (costs(2, 3, whole, 2)[0] for costs in (here, away))
     seconds = state / whole.size / (CLUSTER_DEVICE.host_bandwidth * CLUSTER_DEVICE.host_efficiency)
     assert slow.once >= fast.once + seconds
 
@@ -107,7 +107,7 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     None
 ):
     whole, made = submeshes(CLUSTER)[-1], layered(5)
-    (roomy,) = costs(made)(1, 3, whole, 8)
+    roomy = costs(made)(1, 3, whole, 8)[0]
     free = roomy.memory(8)
     found = {}
     for part in (0.5, 0.7, 0.9):
@@ -116,7 +116,7 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     assert all(found.values())
     fastest = {part: min(way.seconds for way in ways) for part, ways in found.items()}
     assert fastest[0.5] >= fastest[0.7] >= fastest[0.9] >= roomy.seconds * (1 - 1e-9)
-    (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, most=8)(1, 3, whole, 8)
+    again = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, most=8)(1, 3, whole, 8)[0]
     assert again.recompute == "full"
     assert again.per_microbatch < roomy.per_microbatch
     assert again.forward == pytest.approx(roomy.forward, rel=0.05)
@@ -126,7 +126,7 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
 def test_as_many_blocks_compute_again_as_must() -> None:
     """A way between none and all is what the whole range is priced at with so many told."""
     one, made = submeshes(CLUSTER)[0], layered(5, more=3)
-    (roomy,) = costs(made)(1, 6, one, 8)
+    roomy = costs(made)(1, 6, one, 8)[0]
     options = Options(recompute="full")
     (frugal,) = StageCosts(made, CLUSTER, options, ROOMY, most=8)(1, 6, one, 8)
     # Of more than half of the layers 1F1B keeps two microbatches at most.
@@ -153,7 +153,7 @@ def test_chunks_that_share_a_device_are_priced_within_their_share() -> None:
     ranks, kinds = CLUSTER.size // whole.size, len(made(8).kinds)
     length = -(-kinds // (3 * ranks))
     kept = {(ranks, 3 * ranks, 3): (4, 8)}
-    (roomy,) = costs(made)(1, length, whole, 8)
+    roomy = costs(made)(1, length, whole, 8)[0]
     limit = 3 * (roomy.fixed + 8 * roomy.per_microbatch) * 0.7 + roomy.transient
 
     def fitting(asked: StageCosts) -> list[float]:
@@ -176,6 +176,7 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
     found = search(made, CLUSTER, counts, Options(), ROOMY, schedules=("1f1b", "gpipe"))
     asked, parts = costs(made), submeshes(CLUSTER)
     layers = len(asked.layered(2).kinds)
+    transfer = Borders(asked.layered(2), CLUSTER, Options()).between(2)
     tried = []
     for part, count, name in product(parts, counts, ("1f1b", "gpipe")):
         stages = CLUSTER.size // part.size
@@ -193,8 +194,7 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
             0.0,
             0.0,
         )
-        seconds = play(one, lambda *_: 0.0)[0]
-        tried.append(seconds)
+        tried.append(play(one, transfer)[0])
     assert found.closed_form.bound <= found.closed_form.best.seconds * (1 + 1e-9)
     # The best is looked for by formulas, to which simulations come as near as that.
     assert found.seconds <= min(tried) * (1 + INEXACT)
@@ -270,3 +270,15 @@ def test_a_microbatch_in_flight_keeps_what_the_simulation_of_its_step_keeps(how:
     simulated = [plan.predicted.peak_bytes for plan in (one, four)]
     assert (simulated[1] - simulated[0]) / 3 == pytest.approx(way.per_microbatch, rel=0.02)
     assert [way.memory(1), way.memory(4)] == pytest.approx(simulated, rel=0.02)
+
+
+def test_every_message_pays_its_latency() -> None:
+    """With twice as many microbatches a message has half the bytes and the same latency."""
+    line = Mesh.parse("cpu[1GFLOP/s 64GiB 1GB/s]: gpu=2 @1GB/s 1us")
+    one = next(part for part in submeshes(line) if part.size == 1)
+    layers = layered(5)(4)
+    transfer = Borders(layers, line, Options()).between(4)
+    at = len(layers.kinds) // 2
+    nbytes = BATCH // 4 * 16 * 256 * 4  # of a block's result, and of its gradient
+    assert transfer(at, one, one, 4) == pytest.approx(2 * (nbytes / 1e9 + 1e-6))
+    assert transfer(at, one, one, 8) == pytest.approx(2 * (nbytes / 2 / 1e9 + 1e-6))

@@ -79,7 +79,7 @@ def test_stages_of_two_devices_train_as_those_of_one(state: str) -> None:
 
 @pytest.mark.slow
 def test_each_stage_clips_the_norm_of_its_own_gradients() -> None:
-    check(["pipedream", "2bw", "pipemare plain"], 3, 3, clip_norm=0.1)
+    check(["pipedream", "2bw", "pipemare plain", "pipemare flushed"], 3, 3, clip_norm=0.1)
 
 
 def in_bf16(names: list[str]) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
@@ -112,7 +112,7 @@ def simulated_in_bf16(method: Method) -> tuple[list[float], dict[str, Tensor]]:
                 used.append(version[place].bfloat16().requires_grad_())
             for weight, bias in zip(used[::2], used[1::2], strict=True):
                 x = torch.tanh(F.linear(x, weight, bias))
-            loss = F.mse_loss(x, y)
+            loss = F.mse_loss(x.float(), y.float())  # losses are computed in float32
             total += loss.item() / n
             (loss / method.taken).backward()
             for parameter, own in zip(model.parameters(), used, strict=True):
@@ -141,8 +141,7 @@ def test_masters_are_updated_and_versions_held_in_bfloat16() -> None:
     for name in names:
         losses, weights = ours[name]
         told, state = reference[name]
-        # Losses are rounded to bfloat16 where they are made, or not.
-        assert losses == pytest.approx([told[0], *told[:-1]], abs=0.01)
+        assert losses == pytest.approx([told[0], *told[:-1]], abs=1e-6)
         error, apart = (
             max(float((weights[k] - v).abs().max()) for k, v in other.items())
             for other in (state, exact[name][1])

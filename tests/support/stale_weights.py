@@ -186,7 +186,12 @@ def simulated(
 
 
 def update(method: Method, held: list[Stage], number: int | None, clip: float | None) -> None:
-    """Update all stages; `number` of the update, None for one of a flushed step."""
+    """Update all stages; `number` of the update, None for one of a flushed step.
+
+    Each stage clips by a norm of its own, but in a flushed step all of them by one.
+    """
+    if clip is not None and number is None:
+        nn.utils.clip_grad_norm_([p for stage in held for p in stage.layer.parameters()], clip)
     for s, stage in enumerate(held):
         delay = (2 * (len(held) - s - 1) + 1) / method.microbatches
         rate = 1.0
@@ -195,7 +200,7 @@ def update(method: Method, held: list[Stage], number: int | None, clip: float | 
         (group,) = stage.optimizer.param_groups
         before = [p.detach().clone() for p in stage.layer.parameters()]
         own, group["lr"] = group["lr"], group["lr"] * rate
-        if clip is not None:
+        if clip is not None and number is not None:
             nn.utils.clip_grad_norm_(stage.layer.parameters(), clip)
         stage.optimizer.step()
         group["lr"] = own

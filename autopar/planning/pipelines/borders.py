@@ -88,7 +88,7 @@ class Borders:
 
         def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
             pair = (kinds[border - 1], kinds[border])
-            return self.seconds(pair, before, behind) * microbatches / count
+            return self.seconds(pair, before, behind, microbatches / count)
 
         return transfer
 
@@ -98,8 +98,18 @@ class Borders:
         at = [*pairwise(layers.kinds)].index(pair)  # type: ignore[arg-type]
         return layers.forward[at], layers.backward[at]
 
-    def seconds(self, pair: tuple[Hashable, Hashable], before: SubMesh, behind: SubMesh) -> float:
-        """Prices a border: every element crosses once, over all devices of the smaller side."""
+    def seconds(
+        self, pair: tuple[Hashable, Hashable], before: SubMesh, behind: SubMesh, share: float
+    ) -> float:
+        """Prices a border: every element crosses once, over all devices of the smaller side.
+
+        What the receiving devices then gather among themselves is a part of their stage's price.
+
+        Args:
+            pair: kinds of the layers on both sides.
+            before, behind: sub-meshes on both sides.
+            share: elements that cross, relative to a microbatch of `layered`.
+        """
         part, lanes = before.part, min(before.size, behind.size)
         if part != behind.part:
             send = partial(self.messages.across, part, behind.part)
@@ -107,4 +117,4 @@ class Borders:
             inside = before.size + behind.size <= self.hosts[part]
             axis = self.mesh.parts[part].names[-1 if inside else 0]
             send = partial(self.messages.along, part, axis)
-        return sum(send(int(nbytes / lanes)) for nbytes in self.nbytes(pair) if nbytes)
+        return sum(send(int(share * nbytes / lanes)) for nbytes in self.nbytes(pair) if nbytes)

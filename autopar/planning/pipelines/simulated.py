@@ -60,8 +60,8 @@ class StageFigures:
         fixed: bytes of parameters, gradients and optimizer state on a device.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
-        arriving: seconds of receiving one microbatch's values from earlier stages.
-        returning: seconds of sending their gradients back.
+        arriving: seconds of the messages of one microbatch from earlier stages.
+        returning: those of the gradients that it sends back.
     """
 
     forward: float
@@ -214,7 +214,10 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
 def _crossings(
     graphs: Sequence[Graph], plan: Plan, reader: int, messages: Messages
 ) -> tuple[float, float]:
-    """Returns the seconds of receiving a microbatch's values and of returning their gradients."""
+    """Returns the seconds of receiving a microbatch's values and of returning their gradients.
+
+    What the receiving devices then gather among themselves is a part of their stage's step.
+    """
     there = back = 0.0
     target = plan.stages[reader]
     for leaf in graphs[reader].leaves("received"):
@@ -234,9 +237,7 @@ def _crossings(
         for one, other in directions:
             transfer = crossing(leaf.type, one, other)
             nbytes = transfer.busiest * DTYPE_BYTES[leaf.type.dtype]
-            sent = messages.between(source.starts[0], target.starts[0], nbytes)
-            gathers = (step.forward for step in transfer.gathers if step.forward is not None)
-            seconds.append(sent + sum(map(messages.price(other.mesh).collective, gathers)))
+            seconds.append(messages.between(source.starts[0], target.starts[0], nbytes))
         there += seconds[0]
         back += sum(seconds[1:])
     return there, back

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,15 @@ from torch import Tensor
 from autopar.errors import LayoutError
 from autopar.ir.tensor import blocks, part_of
 from autopar.operators.peer_devices import flattened
+from autopar.runtime.communication.padded_blocks import (
+    inner_counts,
+    padded,
+    rearranged,
+    spans,
+    trimmed,
+)
 from autopar.runtime.communication.quantised import pack, unpack
-from autopar.runtime.ranks.channel import Channel
+from autopar.runtime.ranks.channel import Channel, free
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,13 @@ class Group:
                 where=f"axis {', '.join(self.axes)}",
                 why="a device would have none of its elements",
             )
-        return _parts(self.sizes, self.order, extent)
+        return spans(self.sizes, self.order, extent)
 
     def own(self, extent: int) -> tuple[int, int]:
         """Returns (start, length) of this rank's block."""
         start = 0
         remainder = self.index
-        for count, inner in zip(self.sizes, _inner(self.sizes), strict=True):
+        for count, inner in zip(self.sizes, inner_counts(self.sizes), strict=True):
             position, remainder = divmod(remainder, inner)
             offset, extent = part_of(extent, count, position)
             start += offset
@@ -84,7 +89,7 @@ class Group:
         parts = self.parts(int(x.shape[dim]))
         if x.shape[dim] % self.size:
             longest = max(length for _, length in parts)
-            return torch.stack([_padded(x.narrow(dim, *part), dim, longest) for part in parts])
+            return torch.stack([padded(x.narrow(dim, *part), dim, longest) for part in parts])
         blocks = x.unflatten(dim, (*self.sizes, parts[0][1]))
         blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
         result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
@@ -173,16 +178,16 @@ class Group:
         if self.size == 1:
             return x
         order, inverse = self._by_rank(), self.order_of_blocks()
-        x, width = _rearranged(x, sends, order), math.prod(x.shape[1:])
+        x, width = rearranged(x, sends, order), math.prod(x.shape[1:])
         out = x.new_empty((sum(takes), *x.shape[1:]))
         taken = [takes[block] for block in order]
         counts = ([rows * width for rows in taken], [sends[block] * width for block in order])
         self.calls.all_to_all(out.view(-1), x.contiguous().view(-1), *counts)
-        return _rearranged(out, taken, inverse)
+        return rearranged(out, taken, inverse)
 
     def _by_rank(self) -> tuple[int, ...]:
         """Returns the number of each group rank's block."""
-        return tuple(start for start, _ in _parts(self.sizes, self.order, self.size))
+        return tuple(start for start, _ in spans(self.sizes, self.order, self.size))
 
     def blocks(self, extent: int) -> list[tuple[int, int]]:
         """Returns (start, length) of the blocks of all ranks, in the order of the blocks."""
@@ -256,9 +261,11 @@ class Group:
         fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
         out = into if into is not None and fits else sent.new_empty(sent.shape[1])
         self.calls.reduce_scatter(out, sent.view(-1))
+        if len(shapes) > 1:
+            free(sent)
         parts = out.split([shape.numel() for shape in shapes])
         return [
-            _trimmed(part.view(shape), dim, length)
+            trimmed(part.view(shape), dim, length)
             for part, shape, dim, length in zip(parts, shapes, dims, own, strict=True)
         ]
 
@@ -291,8 +298,8 @@ class Group:
         that all have the same values. Results are written `into` contiguous tensors, if given; rows
         of a single one arrive there without a buffer.
         """
-        padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
-        flat = [x.reshape(-1) for x, _ in padded]
+        equal = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
+        flat = [x.reshape(-1) for x, _ in equal]
         lengths = [part.numel() for part in flat]
         if quantised:
             sent = pack([part.unsqueeze(0) for part in flat]).view(-1)
@@ -307,14 +314,19 @@ class Group:
                 work.wait()
             if straight:
                 return [*into]
+            if len(flat) > 1:
+                free(sent)
             rows: Sequence[Tensor] = (
                 unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
             )
             whole: Sequence[Tensor | None] = into or [None] * len(xs)
-            return [
+            joined = [
                 self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent, to)
-                for row, (x, extent), dim, to in zip(rows, padded, dims, whole, strict=True)
+                for row, (x, extent), dim, to in zip(rows, equal, dims, whole, strict=True)
             ]
+            if into:
+                free(out)
+            return joined
 
         return arrive
 
@@ -330,14 +342,14 @@ class Group:
         blocks = self.split(x, to_dim)
         out = torch.empty_like(blocks)
         self.calls.all_to_all(out, blocks)
-        return _trimmed(self.join(out, dim, extent), to_dim, length)
+        return trimmed(self.join(out, dim, extent), to_dim, length)
 
     def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:
         """Pads x along `dim` to the length of the longest block; also returns the whole extent."""
         if extent is None:
             return x, int(x.shape[dim]) * self.size
         longest = max(length for _, length in self.parts(extent))
-        return _padded(x, dim, longest), extent
+        return padded(x, dim, longest), extent
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
         """Returns this rank's block of x."""
@@ -356,45 +368,3 @@ class Group:
     def first(self, x: Tensor) -> Tensor:
         """Returns x on the first rank, zeros on the others."""
         return x.clone() if self.index == 0 else torch.zeros_like(x)
-
-
-@functools.cache
-def _parts(
-    sizes: tuple[int, ...], order: tuple[int, ...], extent: int
-) -> tuple[tuple[int, int], ...]:
-    """Returns (start, length) of every block, one split inside the other, by group rank."""
-    blocks = []
-    for place in itertools.product(*(range(sizes[i]) for i in order)):
-        start, length = 0, extent
-        for axis, count in enumerate(sizes):
-            offset, length = part_of(length, count, place[order.index(axis)])
-            start += offset
-        blocks.append((start, length))
-    return tuple(blocks)
-
-
-def _inner(sizes: tuple[int, ...]) -> list[int]:
-    """Returns for each axis the number of blocks inside one of its parts."""
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-
-
-def _rearranged(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Returns the pieces of x, of these numbers of rows, in another order."""
-    if list(order) == list(range(len(order))):
-        return x
-    pieces = x.split(list(lengths))
-    return torch.cat([pieces[at] for at in order])
-
-
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """Pads x with zeros along `dim` to `length` elements."""
-    missing = length - x.shape[dim]
-    if not missing:
-        return x
-    dim = dim % x.dim()
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
-
-
-def _trimmed(x: Tensor, dim: int, length: int) -> Tensor:
-    """Returns the first `length` elements of x along `dim`, contiguous."""
-    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()

@@ -181,3 +181,13 @@ class Waiting:
         self._event.wait()
         self._work.wait()
         Recorder.end(self._event)
+
+
+def free(buffer: Tensor) -> None:
+    """Frees a buffer that a finished call has read or written, and that nobody reads again.
+
+    Threads of gloo refer to the tensors of a call for an unknown time after its end. Without this,
+    the memory of a step would depend on their pace.
+    """
+    if buffer.is_cpu:
+        buffer.untyped_storage().resize_(0)
