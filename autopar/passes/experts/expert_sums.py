@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Name, Node, Ref
 from autopar.operators.activation import ACTIVATIONS
-from autopar.passes.experts.expert_body import function_name
 from autopar.passes.experts.chosen_elements import is_zero
+from autopar.passes.experts.expert_body import function_name
 
 LINEAR = "aten.linear"
 _DEEPEST = 20
