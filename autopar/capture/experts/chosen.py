@@ -53,6 +53,7 @@ class Choices:
 
     _known: dict[int, tuple[Tensor, int, Choice]] = field(default_factory=dict)
     _masks: dict[object, Tensor] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)  # masks that stand for several of the model's
 
     def of(self, x: Any) -> Choice | None:
         """Returns the meaning of a value, None if it has none or was written since."""
@@ -86,6 +87,7 @@ class Choices:
             key = (choice, tuple(x.shape), x.dtype)
             earlier = self._masks.setdefault(key, x)
             if self.of(earlier) == choice:
+                self.shared.add(id(earlier))
                 return earlier
             self._masks[key] = x
         self._known[id(x)] = x, x._version, choice

@@ -24,6 +24,7 @@ from autopar.capture.experts.expert_rows import Count, Hits, StandIn, refused
 from autopar.capture.stand_ins.selected import Selected
 
 _TRUTH = ("__bool__", "is_nonzero", "item")
+_IN_PLACE = ("iand", "ior", "ixor", "iadd", "isub", "imul")
 _COMPARED = {"gt": True, "ne": True, "greater": True, "not_equal": True, "eq": False, "le": False}
 
 
@@ -93,6 +94,8 @@ class ExpertMasks:
         choice = self.choices.of(args[0]) if args else None
         if choice is None:
             return NotImplemented
+        if id(args[0]) in self.choices.shared and _writes(name):
+            raise refused(name, "a mask that is computed twice is one, and is not written")
         if choice.what == IDS and name in ("unique", "bincount"):
             return self._counted(choice, name, args, kwargs)
         if choice.what == ANY:
@@ -163,6 +166,13 @@ class ExpertMasks:
             choice = self.choices.of(x.source) if isinstance(x, Selected) else None
             if choice is not None and (choice.root, choice.expert) in self._assumed:
                 raise refused(name, "an expert may have no row, and a branch leaves it out")
+
+
+def _writes(name: str) -> bool:
+    """Returns whether a method writes its tensor."""
+    inside = name.strip("_")
+    written = name.endswith("_") and not name.startswith("__")
+    return written or name == "__setitem__" or (name.startswith("__i") and inside in _IN_PLACE)
 
 
 def _positioned(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
