@@ -11,6 +11,7 @@ from autopar.passes.bags import lower_bags
 from autopar.passes.experts.batched_experts import find_batched
 from autopar.passes.experts.looped_experts import find_looped
 from autopar.passes.experts.repeated_tokens import join_repeated
+from autopar.passes.experts.stacked_results import add_stacked
 from autopar.passes.kernel_parts import part_kernels
 from autopar.passes.linear import lower_linears
 from autopar.passes.loss.means import lower_means
@@ -36,6 +37,7 @@ NORMALISING: tuple[Pass, ...] = (
     lower_linears,
     split_fused,
     find_mixtures,
+    add_stacked,
     find_looped,
     join_repeated,
     find_batched,

@@ -102,11 +102,33 @@ def reversed_pieces(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     return torch.cat([F.linear(p, model.down[at]) for at, p in enumerate(pieces)][::-1])
 
 
+def mean_of_some(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Nothing is added for an expert without rows, whose mean is no number."""
+    for number in range(EXPERTS):
+        token, _ = torch.where(ids == number)
+        if token.numel() > 0:
+            x = x + x[token].mean()
+    return x
+
+
+def written_mask(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    first, second = ids == 0, ids == 0
+    first[0] = False
+    return x * second.any(-1, keepdim=True)
+
+
+def length_of_rows(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return x * len(torch.where(ids == 0)[0])
+
+
 REFUSED: dict[str, tuple[Body, str]] = {
     "rows that meet": (lambda *given: each(*given, mean_of_rows), "mean of the rows"),
     "no weight": (unweighted, "index_add_ of the rows"),
     "some experts": (some_experts, "sizes"),
     "another order": (reversed_pieces, "cat of the rows"),
+    "a mean of some": (mean_of_some, "mean of the rows"),
+    "a mask that is written": (written_mask, "__setitem__ of the rows"),
+    "a length": (length_of_rows, "len of the rows"),
     "a size": (lambda m, x, ids, w: x.new_ones(ids[:, 0].tolist()[:1]), "Python number"),
     "a number": (lambda m, x, ids, w: x * (ids[:, 0].tolist()[0] + 1), "Python number"),
 }

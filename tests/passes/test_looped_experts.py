@@ -68,10 +68,8 @@ def test_other_sums_are_left_alone(name: str) -> None:
 
 
 def test_other_experts_run_on_all_tokens() -> None:
-    for body in (mistral, MIXTURES["mixtral"], MIXTURES["deepseek"]):
-        assert mixtures_of(Loop(body, Normed), tokens=2) == 0
+    assert mixtures_of(Loop(mistral, Normed), tokens=2) == 0
 
 
 def test_blocks_with_shared_experts_and_residuals() -> None:
-    for name in ("mistral", "sparse_gates", "scattered"):
-        assert mixtures_of(Layers(MIXTURES[name])) == 2
+    assert mixtures_of(Layers(MIXTURES["sparse_gates"])) == 2

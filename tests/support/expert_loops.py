@@ -213,6 +213,57 @@ def dense(model: Loop, x: Tensor) -> Tensor:
     return out
 
 
+def positions(model: Loop, x: Tensor) -> Tensor:
+    """Rows by a table of positions."""
+    weights, ids = model.routed(x)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        table = (ids == number).nonzero()
+        token, slot = table[:, 0], table[:, 1]
+        out.index_add_(0, token, weights[token, slot].unsqueeze(-1) * expert(x[token]))
+    return out
+
+
+def unique_ids(model: Loop, x: Tensor) -> Tensor:
+    """Only the experts that some token chose, of a router that sorts."""
+    scores, order = torch.sort(model.router(x).softmax(-1), dim=-1, descending=True)
+    weights, ids = scores[:, :CHOICES], order[:, :CHOICES]
+    out = torch.zeros_like(x)
+    for number in ids.unique():
+        token, slot = torch.where(ids == number)
+        out[token] += weights[token, slot, None] * model.experts[number](x[token])
+    return out
+
+
+def counted(model: Loop, x: Tensor) -> Tensor:
+    """Tokens of several sequences, and counts that say which experts have some."""
+    h = x.view(2, -1, WIDTH)
+    weights, ids = model.routed(h)
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    out = torch.zeros_like(h)
+    for number, expert in enumerate(model.experts):
+        if counts[number] == 0:
+            continue
+        row, token, slot = torch.where(ids == number)
+        out[row, token] += weights[row, token, slot].unsqueeze(-1) * expert(h[row, token])
+    return out.view(-1, WIDTH)
+
+
+def stacked(model: Loop, x: Tensor) -> Tensor:
+    """Every expert on every token, in one tensor."""
+    weights, ids = model.routed(x)
+    gates = x.new_zeros(x.shape[0], EXPERTS).scatter(1, ids, weights)
+    results = torch.stack([expert(x) for expert in model.experts], dim=1)
+    return torch.einsum("te,ted->td", gates, results)
+
+
+def summed_stack(model: Loop, x: Tensor) -> Tensor:
+    weights, ids = model.routed(x)
+    gates = (F.one_hot(ids, EXPERTS).to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+    results = torch.stack([expert(x) for expert in model.experts], dim=1)
+    return (gates.unsqueeze(-1) * results).sum(dim=1)
+
+
 def within_capacity(model: Loop, x: Tensor) -> Tensor:
     """Later tokens of a crowded expert are dropped."""
     weights, ids = model.routed(x)
@@ -276,6 +327,7 @@ def written(model: Loop, x: Tensor) -> Tensor:
 MIXTURES: dict[str, Body] = {
     body.__name__: body
     for body in (mixtral, mixtral_hits, mixtral_list, mistral, deepseek, sparse_gates, masks,
-                 each_slot, switch, scattered, dense, within_capacity, others)
+                 each_slot, switch, scattered, dense, within_capacity, others, positions,
+                 unique_ids, counted, stacked, summed_stack)
 }  # fmt: skip
 OTHERS: dict[str, Body] = {body.__name__: body for body in (soft, fewer, overwritten, written)}

@@ -29,12 +29,14 @@ class Choice:
         dims: names of the dimensions.
         root: the ids, by which two meanings are compared.
         expert: the expert of a mask without that dimension.
+        experts: how many experts there are.
     """
 
     what: str
     dims: tuple[str, ...]
     root: int
     expert: int | None = None
+    experts: int = 0
 
     def without(self, at: set[int], **changes: Any) -> Choice:
         """Returns the meaning with some dimensions gone."""
@@ -51,6 +53,7 @@ class Choices:
 
     _known: dict[int, tuple[Tensor, int, Choice]] = field(default_factory=dict)
     _masks: dict[object, Tensor] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)  # masks that stand for several of the model's
 
     def of(self, x: Any) -> Choice | None:
         """Returns the meaning of a value, None if it has none or was written since."""
@@ -84,6 +87,7 @@ class Choices:
             key = (choice, tuple(x.shape), x.dtype)
             earlier = self._masks.setdefault(key, x)
             if self.of(earlier) == choice:
+                self.shared.add(id(earlier))
                 return earlier
             self._masks[key] = x
         self._known[id(x)] = x, x._version, choice
@@ -100,9 +104,9 @@ def _routed(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -
         return None
     tokens = ("token",) * (x.dim() - 1)
     if "max" not in name:
-        return Choice(IDS, (*tokens, "slot"), 0)
+        return Choice(IDS, (*tokens, "slot"), 0, None, x.shape[-1])
     kept = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
-    return Choice(IDS, (*tokens, "slot") if kept else tokens, 0)
+    return Choice(IDS, (*tokens, "slot") if kept else tokens, 0, None, x.shape[-1])
 
 
 def _viewed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
@@ -161,6 +165,8 @@ def _reduced(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choi
         )
     at = {d % len(of.dims) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
     kept = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    if all(n in at or dim == "expert" for n, dim in enumerate(of.dims)) and not kept:
+        return of.without(at, what=ANY)  # of every expert, or of one
     slots = all(of.dims[n] == "slot" for n in at)
     return of.without(at) if slots and not kept and isinstance(result, Tensor) else None
 

@@ -12,17 +12,19 @@ An expert that no token chose adds nothing, so that a branch that leaves it out 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.capture.experts.chosen import ANY, MASK, Choice, Choices
-from autopar.capture.experts.expert_rows import Count, StandIn, refused
+from autopar.capture.experts.chosen import ANY, IDS, MASK, Choice, Choices
+from autopar.capture.experts.expert_rows import Count, Hits, StandIn, refused
 from autopar.capture.stand_ins.selected import Selected
 
 _TRUTH = ("__bool__", "is_nonzero", "item")
+_IN_PLACE = ("iand", "ior", "ixor", "iadd", "isub", "imul")
 _COMPARED = {"gt": True, "ne": True, "greater": True, "not_equal": True, "eq": False, "le": False}
 
 
@@ -57,6 +59,16 @@ class Positions(StandIn):
         """Returns the indices: a list is used like a tensor."""
         return self
 
+    def __len__(self) -> int:
+        raise refused("len", "how many rows an expert has depends on values: ask numel() == 0")
+
+
+@dataclass(frozen=True, eq=False)
+class PositionTable(StandIn):
+    """Indices of the chosen elements of a mask, [elements, dimensions]."""
+
+    columns: tuple[Positions, ...]
+
 
 @dataclass
 class ExpertMasks:
@@ -73,7 +85,7 @@ class ExpertMasks:
         """
         given = [*args, *kwargs.values()]
         inside = [x for arg in given for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
-        if any(isinstance(x, Positions) for x in inside):
+        if any(isinstance(x, (Positions, PositionTable)) for x in inside):
             return _positioned(name, args, kwargs)
         if any(isinstance(x, Selected) for x in inside):
             self._refuse_averages(name, args, kwargs)
@@ -82,13 +94,30 @@ class ExpertMasks:
         choice = self.choices.of(args[0]) if args else None
         if choice is None:
             return NotImplemented
+        if id(args[0]) in self.choices.shared and _writes(name):
+            raise refused(name, "a mask that is computed twice is one, and is not written")
+        if choice.what == IDS and name in ("unique", "bincount"):
+            return self._counted(choice, name, args, kwargs)
         if choice.what == ANY:
-            return self._truth(choice, name, args, kwargs)
+            return NotImplemented if choice.dims else self._truth(choice, name, args, kwargs)
         if choice.what != MASK or "expert" in choice.dims:
             return NotImplemented
         found = name == "where" and len(given) == 1
         if found or (name == "nonzero" and kwargs.get("as_tuple")):
             return self._places(args[0], choice)
+        if name in ("nonzero", "argwhere"):
+            return PositionTable(self._places(args[0], choice))
+        return NotImplemented
+
+    def _counted(
+        self, choice: Choice, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns the experts that have rows, or how many each has."""
+        if name == "unique" and not any(v for k, v in kwargs.items() if k != "sorted"):
+            return Hits(args[0], choice.experts, False, numbered=True)
+        if name == "bincount" and kwargs in ({"minlength": choice.experts},) and len(args) == 1:
+            counts = F.one_hot(args[0], choice.experts).sum(0)
+            return self.choices.meaning(counts, replace(choice, what=ANY, dims=("expert",)))
         return NotImplemented
 
     def selected(self, x: Any, mask: Any) -> Any:
@@ -110,7 +139,7 @@ class ExpertMasks:
         slots = dims.count("slot")
         for _ in range(slots):
             tokens = tokens.any(-1)
-        of_tokens = Choice(MASK, ("token",) * (len(dims) - slots), choice.root, choice.expert)
+        of_tokens = replace(choice, dims=("token",) * (len(dims) - slots))
         tokens = self.choices.meaning(tokens, of_tokens)
         return tuple(Positions(moved, tokens, order.index(at)) for at in range(len(dims)))
 
@@ -139,6 +168,13 @@ class ExpertMasks:
                 raise refused(name, "an expert may have no row, and a branch leaves it out")
 
 
+def _writes(name: str) -> bool:
+    """Returns whether a method writes its tensor."""
+    inside = name.strip("_")
+    written = name.endswith("_") and not name.startswith("__")
+    return written or name == "__setitem__" or (name.startswith("__i") and inside in _IN_PLACE)
+
+
 def _positioned(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls a function of which an argument is positions of chosen tokens.
 
@@ -164,8 +200,27 @@ def _positioned(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if written:
                 _set(first, args[1], args[2])
                 return first
+    if isinstance(first, PositionTable):
+        return _column(first, plain, args[1:], kwargs)
     if isinstance(first, Positions) and plain in ("to", "long", "detach", "contiguous", "flatten"):
         return first
+    raise refused(name)
+
+
+def _column(of: PositionTable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns a column of positions, or all of them."""
+    if len(of.columns) == 1 and name in ("squeeze", "flatten", "ravel"):
+        return of.columns[0]
+    if len(of.columns) == 1 and name in ("view", "reshape") and tuple(args) == (-1,):
+        return of.columns[0]
+    if name in ("t", "unbind") and (args or (1,)) in ((1,), (-1,)) and not kwargs:
+        return of.columns
+    if name == "unbind" and not args and kwargs in ({"dim": 1}, {"dim": -1}):
+        return of.columns
+    if name == "getitem" and isinstance(args[0], tuple) and args[0][:1] in ((slice(None),), (...,)):
+        at = args[0][1:]
+        if len(at) == 1 and isinstance(at[0], int):
+            return of.columns[at[0]]
     raise refused(name)
 
 

@@ -76,14 +76,16 @@ class Hits(StandIn):
         ids: the experts of every token.
         count: how many experts there are.
         column: whether each is a tensor of one element.
+        numbered: whether each has its own number from the beginning.
     """
 
     ids: Tensor
     count: int
     column: bool
+    numbered: bool = False
 
     def __iter__(self) -> Iterator[Expert]:
-        first = Expert(self.ids, 0, self.column)
+        first = Expert(self.ids, 0, self.column, [True] * self.numbered)
         yield first
         if first.numbered:  # it has been looked up in a list, which has a module for each
             for number in range(1, self.count):

@@ -109,18 +109,23 @@ class ChosenElements:
     def _routed(self, node: Node) -> Ids | None:
         """Returns the choices if a value is the indices of the largest elements."""
         maker = self.graph[node.inputs[0]] if node.op == "getitem" else node
-        if maker.op not in ("aten.topk", "aten.max.dim", "aten.argmax"):
+        if maker.op not in _DIMS:
             return None
         if node.op == "getitem" and node.args[1] != 1:
             return None
         scores = self.graph[maker.inputs[0]].type.shape
         last = len(scores) - 1
-        at, default = (2, -1) if maker.op == "aten.topk" else (1, None)
+        at, default = _DIMS[maker.op]
         dim = argument(maker, at, "dim", default)
         if not scores or not isinstance(dim, int) or dim % len(scores) != last:
             return None
         kept = len(node.type.shape) == len(scores)
         return Ids(node.name, (TOKEN,) * last + (SLOT,) * kept, scores[last])
+
+
+_DIMS: dict[str, tuple[int, int | None]] = {  # the place of the dimension, and its default
+    "aten.topk": (2, -1), "aten.sort": (1, -1), "aten.max.dim": (1, None), "aten.argmax": (1, None),
+}  # fmt: skip
 
 
 def viewed(dims: Dims, old: tuple[int, ...], new: tuple[int, ...]) -> Dims | None:

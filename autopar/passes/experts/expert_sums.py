@@ -16,7 +16,7 @@ from autopar.passes.experts.chosen_elements import is_zero
 from autopar.passes.experts.expert_body import function_name
 
 LINEAR = "aten.linear"
-_DEEPEST = 20
+_DEEPEST, _LONGEST = 20, 500  # values one within another, and characters of a text
 
 
 @dataclass(frozen=True)
@@ -238,11 +238,15 @@ def text_of(node: Node, leaf: Callable[[Node], str], graph: Graph, depth: int = 
     parts = []
     for arg in node.args:
         if isinstance(arg, Ref):
-            parts.append(text_of(graph[arg.name], leaf, graph, depth + 1))
+            part = text_of(graph[arg.name], leaf, graph, depth + 1)
         else:
             plain = arg is None or (isinstance(arg, int | float) and not isinstance(arg, bool))
-            parts.append(repr(arg) if plain and not isinstance(arg, Name) else "")
-    return f"{name}({', '.join(parts)})" if all(parts) else ""
+            part = repr(arg) if plain and not isinstance(arg, Name) else ""
+        if not part:
+            return ""
+        parts.append(part)
+    text = f"{name}({', '.join(parts)})"
+    return text if len(text) <= _LONGEST else ""
 
 
 def named_products(text: str, products: list[str]) -> tuple[str, str, str]:
