@@ -89,7 +89,8 @@ class Bench:
         self.parts = submeshes(self.mesh)
         self.counts = [case.batch // 2**k for k in range(8) if case.batch // 2**k >= 4]
         self.costs = self.prices(self.options)
-        self.layers = self.model(case.batch)
+        self.fewest = min(self.counts)
+        self.layers = self.model(self.fewest)
         self.kinds = self.layers.kinds
         self.borders = Borders(self.layers, self.mesh, self.options)
 
@@ -111,13 +112,13 @@ class Bench:
             way = min(fits, key=lambda way: count * way.seconds + way.once)
             stages.append(_stage(part, first, last, way, kept))
         pipeline = Pipeline("1f1b", count, tuple(stages), math.inf, 0.0, 0.0)
-        return play(pipeline, self.borders.between(self.case.batch))[0]
+        return play(pipeline, self.borders.between(self.fewest))[0]
 
     @cached_property
     def weights(self) -> list[list[float]]:
-        """Seconds of every layer on one device of each part, on the smallest microbatch."""
+        """Seconds of every layer on one device of each part, on the largest microbatch."""
         return [
-            [self.costs.alone(kind, self.case.batch, part)[0] for kind in self.kinds]
+            [self.costs.alone(kind, self.fewest, part)[0] for kind in self.kinds]
             for part in range(len(self.mesh.parts))
         ]
 
@@ -180,7 +181,7 @@ def proportional(bench: Bench) -> Answer:
                 end = int(np.abs(work - share).argmin())
                 ends.append(min(max(end, ends[-1] + 1), layers - len(parts) + at))
             ends.append(layers)
-            yield [(a, b - 1, part) for a, b, part in zip(ends, ends[1:], parts, strict=True)]
+            yield [(a, b - 1, part) for (a, b), part in zip(pairwise(ends), parts, strict=True)]
 
     return _best(bench, cuts())
 
@@ -188,9 +189,7 @@ def proportional(bench: Bench) -> Answer:
 def pipedream(bench: Bench) -> Answer:
     """PipeDream's dynamic program: the slowest stage is as fast as possible, stages replicate."""
     weights, sizes = bench.weights[0], {part.size: part for part in bench.parts}
-    held = [
-        bench.costs.alone(kind, bench.case.batch)[1] / 8 for kind in bench.kinds
-    ]  # bytes, 16 bit
+    held = [bench.costs.alone(kind, bench.fewest)[1] / 8 for kind in bench.kinds]  # bytes, 16 bit
     layers, total = len(weights), bench.mesh.size
     link = AnalyticModel(bench.mesh).network.levels((bench.mesh.names[0],))[0].bandwidth
     before = [0.0, *(bench.borders.nbytes(pair)[0] for pair in pairwise(bench.kinds))]
@@ -203,7 +202,7 @@ def pipedream(bench: Bench) -> Answer:
             work, nbytes = at[0][last] - at[0][first], at[1][last] - at[1][first]
             sent = 2 * before[first] / link
             for size in sizes:
-                stage = max(work, 2 * (size - 1) * nbytes / link / bench.case.batch) / size
+                stage = max(work, 2 * (size - 1) * nbytes / link / bench.fewest) / size
                 for used in range(total - size + 1):
                     slowest = max(best[first, used], stage, sent)
                     if slowest < best[last, used + size]:
