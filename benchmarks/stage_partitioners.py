@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from autopar import pins
 from autopar.cli.common.model_options import model_of_any_size
 from autopar.cost.model import AnalyticModel
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PinError
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
@@ -51,6 +51,7 @@ from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.prices import limits_of
 from benchmarks.harness import write
 
+Priced = Callable[[SubMesh], StageCosts]
 Cut = Sequence[tuple[int, int, SubMesh]]  # of each stage: its first and last layer, its devices
 RULE = law("1f1b")
 MANY = 64  # devices from which the search makes less effort, as on the command line
@@ -99,13 +100,17 @@ class Bench:
         room = {kind: 0.98 * nbytes for kind, nbytes in self.limits.items()}
         return StageCosts(self.model, self.mesh, options, room, most=256)
 
-    def seconds(self, cut: Cut, count: int, costs: StageCosts | None = None) -> float:
+    def seconds(self, cut: Cut, count: int, priced: Priced | None = None) -> float:
         """Returns the simulated seconds of a step under 1F1B; infinite if it does not fit."""
         stages = []
         for at, (first, last, part) in enumerate(cut):
             kept = RULE.in_flight(len(cut) - at, len(cut), count)
             room = self.limits[part.meshes[0].kind]
-            ways = (costs or self.costs)(first, last, part, count)
+            costs = self.costs if priced is None else priced(part)
+            try:
+                ways = costs(first, last, part, count)
+            except PinError:  # a microbatch does not divide into so many replicas
+                return math.inf
             fits = [way for way in ways if way.memory(kept) <= room]
             if not fits or not RULE.fits(len(cut), count):
                 return math.inf
@@ -148,12 +153,12 @@ def _stage(part: SubMesh, first: int, last: int, way: Candidate, kept: float) ->
 Answer = tuple[float, str, int, int]  # seconds, schedule, microbatches, stages
 
 
-def _best(bench: Bench, cuts: Iterator[Cut], costs: StageCosts | None = None) -> Answer:
+def _best(bench: Bench, cuts: Iterator[Cut], priced: Priced | None = None) -> Answer:
     """Returns the fastest of some cuts with any number of microbatches."""
     best: Answer = (math.inf, "1f1b", 0, 0)
     for cut in cuts:
         for count in bench.counts:
-            best = min(best, (bench.seconds(cut, count, costs), "1f1b", count, len(cut)))
+            best = min(best, (bench.seconds(cut, count, priced), "1f1b", count, len(cut)))
     return best
 
 
@@ -214,11 +219,13 @@ def pipedream(bench: Bench) -> Answer:
         first, size = origin[last, used]
         cut.append((first, last - 1, sizes[size]))
         last, used = first, used - size
-    axes = [axis.name for axis in bench.mesh.axes if axis.size > 1]
-    replicas = [pins.data_parallel(axis) for axis in axes]
-    options = replace(bench.options, pins=replicas, state="ddp")
+
+    def priced(part: SubMesh) -> StageCosts:
+        replicas = [pins.data_parallel(a.name) for a in part.meshes[0].axes if a.size > 1]
+        return bench.prices(replace(bench.options, pins=replicas or None, state="ddp"))
+
     narrow = [(a, b, replace(part, meshes=part.meshes[:1])) for a, b, part in reversed(cut)]
-    return _best(bench, iter([narrow]), bench.prices(options))
+    return _best(bench, iter([narrow]), cache(priced))
 
 
 def alpa(bench: Bench) -> Answer:
