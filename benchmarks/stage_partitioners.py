@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from autopar import pins
 from autopar.cli.common.model_options import model_of_any_size
 from autopar.cost.model import AnalyticModel
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PinError
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
@@ -51,6 +51,7 @@ from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.prices import limits_of
 from benchmarks.harness import write
 
+Priced = Callable[[SubMesh], StageCosts]
 Cut = Sequence[tuple[int, int, SubMesh]]  # of each stage: its first and last layer, its devices
 RULE = law("1f1b")
 MANY = 64  # devices from which the search makes less effort, as on the command line
@@ -89,7 +90,8 @@ class Bench:
         self.parts = submeshes(self.mesh)
         self.counts = [case.batch // 2**k for k in range(8) if case.batch // 2**k >= 4]
         self.costs = self.prices(self.options)
-        self.layers = self.model(case.batch)
+        self.fewest = min(self.counts)
+        self.layers = self.model(self.fewest)
         self.kinds = self.layers.kinds
         self.borders = Borders(self.layers, self.mesh, self.options)
 
@@ -98,26 +100,30 @@ class Bench:
         room = {kind: 0.98 * nbytes for kind, nbytes in self.limits.items()}
         return StageCosts(self.model, self.mesh, options, room, most=256)
 
-    def seconds(self, cut: Cut, count: int, costs: StageCosts | None = None) -> float:
+    def seconds(self, cut: Cut, count: int, priced: Priced | None = None) -> float:
         """Returns the simulated seconds of a step under 1F1B; infinite if it does not fit."""
         stages = []
         for at, (first, last, part) in enumerate(cut):
             kept = RULE.in_flight(len(cut) - at, len(cut), count)
             room = self.limits[part.meshes[0].kind]
-            ways = (costs or self.costs)(first, last, part, count)
+            costs = self.costs if priced is None else priced(part)
+            try:
+                ways = costs(first, last, part, count)
+            except PinError:  # a microbatch does not divide into so many replicas
+                return math.inf
             fits = [way for way in ways if way.memory(kept) <= room]
             if not fits or not RULE.fits(len(cut), count):
                 return math.inf
             way = min(fits, key=lambda way: count * way.seconds + way.once)
             stages.append(_stage(part, first, last, way, kept))
         pipeline = Pipeline("1f1b", count, tuple(stages), math.inf, 0.0, 0.0)
-        return play(pipeline, self.borders.between(self.case.batch))[0]
+        return play(pipeline, self.borders.between(self.fewest))[0]
 
     @cached_property
     def weights(self) -> list[list[float]]:
-        """Seconds of every layer on one device of each part, on the smallest microbatch."""
+        """Seconds of every layer on one device of each part, on the largest microbatch."""
         return [
-            [self.costs.alone(kind, self.case.batch, part)[0] for kind in self.kinds]
+            [self.costs.alone(kind, self.fewest, part)[0] for kind in self.kinds]
             for part in range(len(self.mesh.parts))
         ]
 
@@ -147,12 +153,12 @@ def _stage(part: SubMesh, first: int, last: int, way: Candidate, kept: float) ->
 Answer = tuple[float, str, int, int]  # seconds, schedule, microbatches, stages
 
 
-def _best(bench: Bench, cuts: Iterator[Cut], costs: StageCosts | None = None) -> Answer:
+def _best(bench: Bench, cuts: Iterator[Cut], priced: Priced | None = None) -> Answer:
     """Returns the fastest of some cuts with any number of microbatches."""
     best: Answer = (math.inf, "1f1b", 0, 0)
     for cut in cuts:
         for count in bench.counts:
-            best = min(best, (bench.seconds(cut, count, costs), "1f1b", count, len(cut)))
+            best = min(best, (bench.seconds(cut, count, priced), "1f1b", count, len(cut)))
     return best
 
 
@@ -180,7 +186,7 @@ def proportional(bench: Bench) -> Answer:
                 end = int(np.abs(work - share).argmin())
                 ends.append(min(max(end, ends[-1] + 1), layers - len(parts) + at))
             ends.append(layers)
-            yield [(a, b - 1, part) for a, b, part in zip(ends, ends[1:], parts, strict=True)]
+            yield [(a, b - 1, part) for (a, b), part in zip(pairwise(ends), parts, strict=True)]
 
     return _best(bench, cuts())
 
@@ -188,9 +194,7 @@ def proportional(bench: Bench) -> Answer:
 def pipedream(bench: Bench) -> Answer:
     """PipeDream's dynamic program: the slowest stage is as fast as possible, stages replicate."""
     weights, sizes = bench.weights[0], {part.size: part for part in bench.parts}
-    held = [
-        bench.costs.alone(kind, bench.case.batch)[1] / 8 for kind in bench.kinds
-    ]  # bytes, 16 bit
+    held = [bench.costs.alone(kind, bench.fewest)[1] / 8 for kind in bench.kinds]  # bytes, 16 bit
     layers, total = len(weights), bench.mesh.size
     link = AnalyticModel(bench.mesh).network.levels((bench.mesh.names[0],))[0].bandwidth
     before = [0.0, *(bench.borders.nbytes(pair)[0] for pair in pairwise(bench.kinds))]
@@ -203,7 +207,7 @@ def pipedream(bench: Bench) -> Answer:
             work, nbytes = at[0][last] - at[0][first], at[1][last] - at[1][first]
             sent = 2 * before[first] / link
             for size in sizes:
-                stage = max(work, 2 * (size - 1) * nbytes / link / bench.case.batch) / size
+                stage = max(work, 2 * (size - 1) * nbytes / link / bench.fewest) / size
                 for used in range(total - size + 1):
                     slowest = max(best[first, used], stage, sent)
                     if slowest < best[last, used + size]:
@@ -215,11 +219,13 @@ def pipedream(bench: Bench) -> Answer:
         first, size = origin[last, used]
         cut.append((first, last - 1, sizes[size]))
         last, used = first, used - size
-    axes = [axis.name for axis in bench.mesh.axes if axis.size > 1]
-    replicas = [pins.data_parallel(axis) for axis in axes]
-    options = replace(bench.options, pins=replicas, state="ddp")
+
+    def priced(part: SubMesh) -> StageCosts:
+        replicas = [pins.data_parallel(a.name) for a in part.meshes[0].axes if a.size > 1]
+        return bench.prices(replace(bench.options, pins=replicas or None, state="ddp"))
+
     narrow = [(a, b, replace(part, meshes=part.meshes[:1])) for a, b, part in reversed(cut)]
-    return _best(bench, iter([narrow]), bench.prices(options))
+    return _best(bench, iter([narrow]), cache(priced))
 
 
 def alpa(bench: Bench) -> Answer:

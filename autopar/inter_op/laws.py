@@ -14,15 +14,17 @@ zero-bubble schedules overlap them with other work.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.stage_values import Law
 from autopar.inter_op.steady_state import steady
+from autopar.ir.pipeline_step import Step
 
 _ROUNDS = 3  # simulated microbatches per rank
 _RANKS = 8  # ranks in the simulation of transfers
@@ -99,15 +101,19 @@ def law(name: str, **options: int) -> Law:
 def _exposed(name: str, options: dict[str, int]) -> float:
     """Returns the seconds that transfers add per microbatch, relative to those into one rank."""
 
-    def seconds(microbatches: int, transfer: float) -> float:
+    def seconds(microbatches: int) -> Iterator[float]:
+        """Yields the seconds of a step without and with transfers."""
         made = schedule(name, _RANKS, microbatches, **options)
         part = _RANKS / made.stages
         costs = [StageCost(part / 3, part / 3, part / 3)] * made.stages
-        borders = [transfer * part / 2] * (made.stages - 1)
-        if not made.flushes:
-            return steady(complete(made), costs, borders)[0]
-        return simulate(made, costs, borders).seconds
+        step = prepare(made) if made.flushes else complete(made)
+        for transfer in (0.0, _TRANSFER):
+            borders = [transfer * part / 2] * (made.stages - 1)
+            if isinstance(step, Step):
+                yield steady(step, costs, borders)[0]
+            else:
+                yield step.run(costs, borders).seconds
 
     few, many = _ROUNDS * _RANKS, 2 * _ROUNDS * _RANKS
-    more = [seconds(many, transfer) - seconds(few, transfer) for transfer in (0.0, _TRANSFER)]
+    more = [after - before for before, after in zip(seconds(few), seconds(many), strict=True)]
     return max(more[1] - more[0], 0.0) / ((many - few) * _TRANSFER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -45,6 +46,12 @@ class Table:
 
     figures: Floats
     count: Ints
+
+    @cached_property
+    def fastest(self) -> Floats:
+        """The least seconds of an option, [rows, submeshes]; infinite without any."""
+        there = np.arange(self.figures.shape[2]) < self.count[:, :, None]
+        return np.where(there, self.figures[..., _SECONDS], np.inf).min(axis=2)
 
 
 class Prices:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 from autopar.errors import AutoparError
@@ -72,7 +73,7 @@ class _Other:
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        self.end = weakref.finalize(self, process.kill)
+        self.end = weakref.finalize(self, _end, process)
 
     def ask(self, jobs: Sequence[Callable[[], object]]) -> bool:
         """Sends jobs; returns whether the process received them."""
@@ -89,6 +90,12 @@ class _Other:
         except (EOFError, OSError):
             return None
         return results
+
+
+def _end(process: SpawnProcess) -> None:
+    """Ends a process, whose processor seconds then count among those of this one's children."""
+    process.kill()
+    process.join()
 
 
 def _serve(theirs: Connection) -> None:

@@ -17,11 +17,13 @@ from autopar.errors import InfeasibleError
 from autopar.inter_op.layers import find_layers, layers_at
 from autopar.inter_op.stage_values import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
-from autopar.planning.capturing import capture_graph
+from autopar.planning.capturing import Call, capture_call, capture_graph
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as parts
+from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.search import INEXACT, Borders, play, search
@@ -203,6 +205,21 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
 def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="fits"):
         search(layered(5), CLUSTER, (4,), Options(), 1e6)
+
+
+def test_layers_are_the_same_on_microbatches_of_any_size() -> None:
+    """The head weighs more beside blocks, and would be cut again, in small microbatches."""
+    model, batch = gpt2(4, n_embd=64, vocab_size=8192)
+
+    def graph(samples: int, layers: int | None) -> Graph:
+        return capture_call(Call.of(model, batch).sized(samples), Options(), Trace(None)).graph
+
+    sized = OnMicrobatches(AnySize(graph), 64, Mesh.parse("H100: gpu=2"), Options())
+    first, second = sized(4), sized(16)
+    assert first.kinds == second.kinds
+    whole = prepare(second.graph, passes=FINDING)
+    own = find_layers(whole, weights(second.graph, whole, CLUSTER, Options())[0])
+    assert len(own) != len(second.layers)  # what its own weights would give
 
 
 class Counting(Workers):

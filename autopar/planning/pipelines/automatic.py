@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from autopar.errors import GraphError, InfeasibleError
-from autopar.inter_op.layers import find_layers
+from autopar.inter_op.layers import Layers, find_layers, layers_at
 from autopar.inter_op.schedules import candidates, computes_as_one
 from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
@@ -86,14 +86,33 @@ class OnMicrobatches:
         self.model, self.layers = model, LEAST if self.more else None
         self.batch, self.mesh, self.options = batch, mesh, options
         self.traced: dict[int, Graph] = {}
+        self.ends: tuple[str, ...] = ()  # of the layers
 
     def __call__(self, microbatches: int) -> Layered:
-        """Returns the layers of the model on one microbatch."""
+        """Returns the layers of the model on one microbatch, the same for every number of them."""
         samples = self.batch // microbatches
         prepared = self._graph(samples)
         graph = remove_shares(prepared)
         seconds, _ = weights(graph, prepared, self.mesh, self.options)
-        return Layered(graph, find_layers(prepared, seconds), self.more, samples)
+        return Layered(graph, self._layers(prepared, seconds), self.more, samples)
+
+    def _layers(self, graph: Graph, seconds: Mapping[str, float]) -> Layers:
+        """Returns the layers of a graph: those of the first one, whose weights differ.
+
+        Raises:
+            GraphError: the graph of this batch size has other operators, and other layers.
+        """
+        if not self.ends:
+            layers = find_layers(graph, seconds)
+            self.ends = tuple(layers.ends)
+            return layers
+        try:
+            return layers_at(graph, seconds, self.ends)
+        except GraphError:
+            layers = find_layers(graph, seconds)
+            if len(layers) != len(self.ends):
+                raise
+            return layers
 
     def whole(self, microbatches: int, schedule: str) -> Graph:
         """Returns all layers on one microbatch, normalised, without shares and repeats.

@@ -65,6 +65,7 @@ class Searched:
         timeline: of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
         closed_form: the result of the search by closed forms.
+        ends: the last operator of every layer; () if the model has more layers than were traced.
     """
 
     pipeline: Pipeline
@@ -72,6 +73,7 @@ class Searched:
     timeline: Timeline
     others: tuple[tuple[Pipeline, float], ...]
     closed_form: Found
+    ends: tuple[str, ...] = ()
 
 
 def fastest(every: Sequence[Searched]) -> Searched:
@@ -186,7 +188,8 @@ def search(
         played = simplest_first(played, device(mesh))
     seconds, timeline, best = played[0]
     others = tuple((pipeline, simulated) for simulated, _, pipeline in played[1:])
-    return Searched(best, seconds, timeline, others, partitioned)
+    ends = () if layers.more else tuple(layers.layers.ends)
+    return Searched(best, seconds, timeline, others, partitioned, ends)
 
 
 def plan_of(
@@ -211,9 +214,10 @@ def plan_of(
         InfeasibleError: a stage's simulated step does not fit after all.
     """
     pipeline = searched.pipeline
-    whole = prepare(graph, passes=FINDING)
-    seconds, _ = weights(graph, whole, mesh, options)
-    ends = find_layers(whole, seconds).ends
+    ends = searched.ends
+    if not ends:
+        whole = prepare(graph, passes=FINDING)
+        ends = find_layers(whole, weights(graph, whole, mesh, options)[0]).ends
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place_stages(mesh, [stage.submesh for stage in pipeline.stages])
     groups = [
