@@ -6,8 +6,11 @@ A row is a hidden size, a number of V100 of 16 GB, a method and, for Alpa's own,
 - Vocabulary 25600 and a tied embedding, as the published numbers of parameters say; heads of 128
   features (benchmark/alpa/exp_intra_ablation.py of the artifact, which also says that peaks are in
   GiB), no dropout, attention in single steps, f16.
+- Words are embedded by a product with one-hot rows, as Alpa cannot split look-ups
+  (alpa/monkey_patch.py).
 - Layers are recomputed, as the published TFLOP/s say. XLA makes one kernel of neighbours without a
-  product between them.
+  product between them. Reductions of gradients are combined into one without a limit
+  (all_reduce_threshold in alpa/shard_parallel/auto_sharding.py).
 - Alpa's plan on (a, b) is the batch split a ways and the layers b ways as Megatron does; gradients
   are reduced and scattered and parameters gathered, which is also ZeRO-2's. "heuristic" is (1, n).
   ZeRO-3 gathers parameters before the forward, and before the backward again. Nothing overlaps.
