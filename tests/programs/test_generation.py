@@ -277,4 +277,4 @@ def test_prices_of_a_generation_follow_closed_forms() -> None:
         assert plan.token_seconds > held / 3.35e12  # every byte is read for a token
         assert plan.seconds == pytest.approx(plan.first_token_seconds + 31 * plan.token_seconds)
         assert plan.tokens_per_second == pytest.approx(32 * batch / plan.seconds)
-    assert many.tokens_per_second > 8 * few.tokens_per_second
+    assert few.token_seconds < many.token_seconds < 1.5 * few.token_seconds  # weights dominate
