@@ -217,8 +217,8 @@ class Communicator(Groups, Across):
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         weight = None if self.gradients is None else self.gradients.weights.get(id(x))
-        # Without gradients, a program gets a parameter that it uses as stored itself.
-        if weight is not None and (weight.storage.moves or torch.is_grad_enabled()):
+        # Without gradients, only gathering is particular to parameters.
+        if weight is not None and (torch.is_grad_enabled() or weight.path("forward")):
             return self.use(x, weight)
         if group.size == 1:
             return x
