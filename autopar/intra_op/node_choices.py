@@ -87,10 +87,7 @@ def parameter_options(
     """
     options: dict[Option, None] = {}
     for storage in _every_storage(tensor, mesh, "RV" if grad else "V", lies or storages):
-        if not grad:  # R and V differ only where it is gathered
-            over = storage.axes("held")
-            used = Layout(storage.used.dims, varying=tuple(a for a in mesh.names if a in over))
-            storage = Storage(used, storage.held, storage.held, storage.held, storage.kept)
+        storage = storage if grad else storage.frozen(mesh.names)
         options[stored_option(storage, tensor)] = None
     return tuple(options)
 

@@ -159,6 +159,16 @@ class Storage:
         """Returns the storage of a parameter that is used as it is stored, without collectives."""
         return cls(layout, layout, layout, layout, layout)
 
+    def frozen(self, names: Sequence[str]) -> Storage:
+        """Returns where a parameter without a gradient lies: whole and varying differ no longer.
+
+        Args:
+            names: the axes of the mesh, in order.
+        """
+        over = self.axes("held")
+        used = Layout(self.used.dims, varying=tuple(name for name in names if name in over))
+        return Storage(used, self.held, self.held, self.held, self.kept)
+
     def _check(self) -> None:
         pairs = (
             (self.held, self.used), (self.grads, self.used), (self.kept, self.used),

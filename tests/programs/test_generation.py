@@ -30,6 +30,7 @@ from autopar.pins import data_parallel, megatron
 from tests.support.ranks import run_ranks
 
 LINE, GRID = "cpu: gpu=2", "cpu: node=2, gpu=2"
+FAST = "cpu: gpu=2 @1TB/s 1ns"  # cutting weights that are stored whole pays for one prompt
 NEW = 6
 WORDS, WIDTH = 64, 16
 
@@ -84,6 +85,11 @@ def prompts(batch: int = 4, tokens: int = 5) -> dict[str, Any]:
     mask[1, :2] = mask[3, :3] = 0
     given = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
     return {"input_ids": ids.masked_fill(mask == 0, 0), **given}
+
+
+def alone() -> dict[str, Any]:
+    """One prompt, of which a batch cannot be split."""
+    return {"input_ids": prompts()["input_ids"][:1], "max_new_tokens": NEW}
 
 
 def by_transformers(model: nn.Module, seed: int = 3, **how: Any) -> Tensor:
@@ -151,11 +157,11 @@ def _trains_and_generates(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
     for name, options in ways.items():
         model = made("gpt2")
-        with autopar.compile(model, LINE, example_inputs=batch, **options) as program:
+        with autopar.compile(model, FAST, example_inputs=batch, **options) as program:
             program.step(**batch)
             before = program.generate(**prompts())
             losses = [float(program.step(**batch)) for _ in range(2)]
-            again = program.generate(**prompts())
+            again = program.generate(**prompts()), program.generate(**alone())
             results[name] = before, losses, again, program.state_dict()
     return results
 
@@ -168,7 +174,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("ddp", "megatron"), marks=pytest.mark.slow)], ids="-".join
+    "names", [("ddp", "zero3"), pytest.param(("megatron",), marks=pytest.mark.slow)], ids="-".join
 )
 def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...]) -> None:
     ways = {name: WAYS[name] for name in names}
@@ -185,12 +191,13 @@ def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...])
         optimizer.zero_grad()
         if number == 0:
             first = by_transformers(model)
-    last = by_transformers(model)
+    last = by_transformers(model), model.generate(**alone())
     for way in ways:
         for before, own, again, weights in (rank[way] for rank in ranks):
             assert before.equal(first)
             assert own == pytest.approx(losses[1:], abs=1e-9)
-            assert again.equal(last)
+            assert again[0].equal(last[0])
+            assert again[1].equal(last[1])
             assert not any("cache" in name for name in weights)
 
 
@@ -262,19 +269,19 @@ def test_what_cannot_be_generated_is_refused_by_name() -> None:
 
 
 def test_prices_of_a_generation_follow_closed_forms() -> None:
-    """On one device: bytes of weights and caches, and rates that grow with the batch."""
+    """On one device: bytes of weights and caches, and rates that barely fall with the batch."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=1000))
     few, many = (
         autopar.plan(model, "H100: gpu=1", task="generate", batch=n, prompt=64, new_tokens=32)
-        for n in (1, 16)
+        for n in (1, 4)
     )
     weights = sum(4 * parameter.numel() for parameter in model.parameters())
-    cache = 2 * 2 * 4096 * (64 + 32) * 4  # keys and values of two layers of one sequence
-    for plan, batch in ((few, 1), (many, 16)):
+    cache = 2 * 4096 * (64 + 32) * 4  # keys and values of one sequence
+    for plan, batch in ((few, 1), (many, 4)):
         held = weights + batch * cache
         assert held < plan.decode.predicted.peak_bytes < 1.1 * held
         assert plan.token_seconds > held / 3.35e12  # every byte is read for a token
         assert plan.seconds == pytest.approx(plan.first_token_seconds + 31 * plan.token_seconds)
         assert plan.tokens_per_second == pytest.approx(32 * batch / plan.seconds)
-    assert many.tokens_per_second > 8 * few.tokens_per_second
+    assert few.token_seconds < many.token_seconds < 1.1 * few.token_seconds  # weights dominate

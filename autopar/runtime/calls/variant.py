@@ -122,8 +122,9 @@ def variant_over(
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:
-    """Returns whether both can read one tensor; optimizer states matter only to training."""
+    """Returns whether both can read one tensor; what happens to gradients matters to training."""
     same = (one.name, one.shape, one.dtype, one.piece) == (
         other.name, other.shape, other.dtype, other.piece
     )  # fmt: skip
-    return same and one.storage == other.storage
+    frozen = not other.trainable and one.layout == other.layout
+    return same and (frozen or one.storage == other.storage)

@@ -91,6 +91,17 @@ class _Used(torch.autograd.Function):
         return None, None, None
 
 
+def _view(x: Tensor, dim: int, group: Group) -> Tensor | None:
+    """Returns this rank's block without a copy; None with gradients, or if it is not contiguous.
+
+    A decode that copied its part of the weights would read and write them for every token.
+    """
+    if torch.is_grad_enabled():
+        return None
+    own = x.narrow(dim, *group.own(int(x.shape[dim])))
+    return own if own.is_contiguous() else None
+
+
 class Groups:
     """The process groups of a mesh, one for each set of axes, created at once.
 
@@ -206,7 +217,8 @@ class Communicator(Groups, Across):
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         weight = None if self.gradients is None else self.gradients.weights.get(id(x))
-        if weight is not None:
+        # Without gradients, only gathering is particular to parameters.
+        if weight is not None and (torch.is_grad_enabled() or weight.path("forward")):
             return self.use(x, weight)
         if group.size == 1:
             return x
@@ -277,6 +289,8 @@ class Communicator(Groups, Across):
     def slice_invariant(self, x: Tensor, dim: int, axis: Axes, back: str = "") -> Tensor:
         """R to S: this rank's block of x along `dim`; the gradient is gathered."""
         group, extent = self.group(axis, back), int(x.shape[dim])
+        if (own := _view(x, dim, group)) is not None:
+            return own
         return self._move(
             x, group, lambda t: group.slice(t, dim), lambda g: group.gather(g, dim, extent)
         )
@@ -284,6 +298,8 @@ class Communicator(Groups, Across):
     def slice_varying(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
         """V to S: this rank's block of x along `dim`; the gradient is padded with zeros."""
         group, extent = self.group(axis), int(x.shape[dim])
+        if (own := _view(x, dim, group)) is not None:
+            return own
         return self._move(
             x, group, lambda t: group.slice(t, dim), lambda g: group.pad(g, dim, extent)
         )

@@ -16,6 +16,7 @@ from autopar.generation_plan import GenerationPlan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
+from autopar.ir.storage import Storage
 from autopar.plan import Plan
 from autopar.planning.generation.graphs import capture_generation
 from autopar.planning.generation.serving import generating_options, plan_serving
@@ -94,7 +95,10 @@ def _searched(
     compiler: Compiler, both: Both, sizes: Sizes, options: Options, first: Compiled | None
 ) -> Plans:
     """Returns the fastest plans, over the parameters of the first program if there is one."""
-    stored = {} if first is None else storages_of(first.captured.graph, first.plan.stages[0])
+    stored: dict[str, Storage] = {}
+    if first is not None:
+        trained = storages_of(first.captured.graph, first.plan.stages[0])
+        stored = {key: each.frozen(compiler.mesh.names) for key, each in trained.items()}
     before, after = (each.graph for each in both)
     one, two = from_first_rank(
         lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
