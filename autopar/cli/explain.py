@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -202,7 +203,10 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs, kernels = {}, [0.0, 0.0]
+    inside = Counter[str]()
+    for move in listed:
+        inside[move.value] += move.seconds if move.inside else 0.0
+    costs, kernels, turned = {}, [0.0, 0.0], 0.0  # `turned` is hidden in the turns of forms
     offloaded, offload_seconds = 0.0, 0.0
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
@@ -210,7 +214,9 @@ def explained(
         index = min(fitting, key=lambda i: choices.cost[i])
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
         if choices.name in builder.exchanged:  # listed as moves, too
-            seconds -= builder.exchanged[choices.name][index]
+            exposed = builder.exchanged[choices.name][index]
+            seconds -= exposed
+            turned += inside[choices.name] - exposed
         if choices.name in builder.stowed:
             copied = builder.stowed[choices.name][index]  # each way
             seconds -= 2 * copied
@@ -224,7 +230,7 @@ def explained(
         kernels[1] /= repeated.microbatches
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + offload_seconds / 2 for side in sent), strict=True)
-    hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
+    hidden = turned + sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     program = lower(graph.trained, chosen, price.collective)
     beside_linears = linears(program, graph, chosen, rules, price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
