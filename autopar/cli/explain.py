@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from autopar.explain import (
     VIEWS,
     Cost,
     Explanation,
+    Move,
     StepFigures,
     explain,
     moves,
@@ -203,9 +205,7 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    inside = Counter[str]()
-    for move in listed:
-        inside[move.value] += move.seconds if move.inside else 0.0
+    inside = _inside(listed)
     costs, kernels, turned = {}, [0.0, 0.0], 0.0  # `turned` is hidden in the turns of forms
     offloaded, offload_seconds = 0.0, 0.0
     for choices, options in zip(builder.choices, builder.options, strict=True):
@@ -253,6 +253,15 @@ def explained(
         ),
         builder.replicated,
     )
+
+
+def _inside(listed: Iterable[Move]) -> Mapping[str, float]:
+    """Returns the seconds that operators communicate inside, by name, hidden ones included."""
+    seconds = defaultdict[str, float](float)
+    for move in listed:
+        if move.inside:
+            seconds[move.value] += move.seconds
+    return seconds
 
 
 def _assumptions(plan: StagePlan) -> Assumptions:
