@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from autopar.explain import (
     VIEWS,
     Cost,
     Explanation,
+    Move,
     StepFigures,
     explain,
     moves,
@@ -209,7 +212,8 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs, kernels = {}, [0.0, 0.0]
+    inside = _inside(listed)
+    costs, kernels, turned = {}, [0.0, 0.0], 0.0  # `turned` is hidden in the turns of forms
     offloaded, offload_seconds = 0.0, 0.0
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
@@ -217,7 +221,9 @@ def explained(
         index = min(fitting, key=lambda i: choices.cost[i])
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
         if choices.name in builder.exchanged:  # listed as moves, too
-            seconds -= builder.exchanged[choices.name][index]
+            exposed = builder.exchanged[choices.name][index]
+            seconds -= exposed
+            turned += inside[choices.name] - exposed
         if choices.name in builder.stowed:
             copied = builder.stowed[choices.name][index]  # each way
             seconds -= 2 * copied
@@ -231,7 +237,7 @@ def explained(
         kernels[1] /= repeated.microbatches
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + offload_seconds / 2 for side in sent), strict=True)
-    hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
+    hidden = turned + sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     program = lower(graph.trained, chosen, price.collective)
     beside_linears = linears(program, graph, chosen, rules, price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
@@ -254,6 +260,15 @@ def explained(
         ),
         builder.replicated,
     )
+
+
+def _inside(listed: Iterable[Move]) -> Mapping[str, float]:
+    """Returns the seconds that operators communicate inside, by name, hidden ones included."""
+    seconds = defaultdict[str, float](float)
+    for move in listed:
+        if move.inside:
+            seconds[move.value] += move.seconds
+    return seconds
 
 
 def _assumptions(plan: StagePlan) -> Assumptions:

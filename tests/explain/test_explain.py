@@ -37,6 +37,7 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.pins import form
 from autopar.plan_entries import NodePlan, Prediction
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
@@ -132,6 +133,18 @@ def test_choices_of_equal_layouts_are_told_apart_by_their_forms() -> None:
         assert sum(found.seconds.values()) == pytest.approx(said.step_seconds, rel=1e-9)
         computed.add(said.compute_seconds)
     assert len(computed) > 1
+
+
+def test_what_turns_of_a_form_hide_is_counted_once() -> None:
+    """Panels of a linear on a grid travel beside its products, which the planner's price knows."""
+    graph, _ = planned("gpt2", None)
+    grid = Mesh.parse("H100: node=2, gpu=2")
+    options = Options(memory=1e12, pins=form("*.attn.c_proj", "2d"))
+    plan = make_plan(graph, grid, options, Trace(None))
+    assert any(entry.form == "2d" for entry in plan.nodes.values())
+    found = explained(graph, plan, 1e12)
+    assert found.step == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert not found.stale
 
 
 @pytest.mark.parametrize("by", VIEWS)
