@@ -7,6 +7,7 @@ loss = session.step(**batch)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -160,7 +161,7 @@ def plan_together(
             f"calls names {', '.join(sorted(often.keys() - models.keys()))}",
             why=f"the models are {', '.join(models)}",
         )
-    limit = limit_of(devices, Options(memory=memory))
+    limit = limit_of(devices, replace(Options(), memory=memory))
 
     def planner(arguments: Mapping[str, Any]) -> Callable[[float], Plan]:
         return lambda most: plan(mesh=devices, memory=most, **arguments)
