@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,7 +88,8 @@ def _options(given: dict[str, Any]) -> Options:
         "precision": None if precision is None else Precision.read(precision),
         **{name: given[name] for name in ("solver", "calibration", "unknown_ops")},
     }
-    return Options(
+    return replace(
+        Options(),
         table=table(own_rules(given["rule_files"])),
         pins=read_pins(given["texts"], given["plans"], given["layouts"], None, given["forms"]),
         **{name: value for name, value in own.items() if value is not None},
