@@ -51,7 +51,8 @@ class Table:
     def fastest(self) -> Floats:
         """The least seconds of an option, [rows, submeshes]; infinite without any."""
         there = np.arange(self.figures.shape[2]) < self.count[:, :, None]
-        return np.where(there, self.figures[..., _SECONDS], np.inf).min(axis=2)
+        least: Floats = np.where(there, self.figures[..., _SECONDS], np.inf).min(axis=2)
+        return least
 
 
 class Prices:
