@@ -215,6 +215,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.mesh = mesh
         count = self.gradient_accumulation_steps
         own: CompileKeywords = {"batches": "local", "shapes": SHAPES, "microbatches": count}
+        if count > 1:
+            own["whole_loss"] = False
         if precision not in (None, "no"):
             own["precision"] = precision
         self.options: CompileKeywords = {**own, **(options or {})}

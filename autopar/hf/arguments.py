@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,15 +19,9 @@ def with_defaults(trainer: Any, given: CompileKeywords) -> CompileKeywords:
     options: CompileKeywords = {"shapes": SHAPES, **options_of(trainer)}
     if not sliced:
         options["microbatches"] = trainer.args.gradient_accumulation_steps
+        # Without a number of items, transformers takes the mean of the batches' losses.
+        options["whole_loss"] = bool(trainer.model_accepts_loss_kwargs)
     return {**options, **given}
-
-
-def microbatches_of(options: Mapping[str, Any]) -> int:
-    """Returns the number of microbatches of the first batch."""
-    plan = options.get("plan")
-    if plan is not None:
-        return int(plan.microbatches)
-    return max(int(options.get("microbatches", 1)), int(options.get("accumulate", 1)))
 
 
 def options_of(trainer: Any) -> CompileKeywords:

@@ -20,14 +20,9 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size, nested_truncate
 
 from autopar.compile import compile
-from autopar.hf.arguments import (
-    microbatches_of,
-    refuse_foreign_parallelism,
-    with_defaults,
-)
+from autopar.hf.arguments import refuse_foreign_parallelism, with_defaults
 from autopar.hf.joining import joined
 from autopar.runtime.ranks.processes import MeshLike
-from autopar.session.compiler import microbatches_for
 from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
 
@@ -191,16 +186,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self._prepared(batch)
 
     def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns a batch whose loss, a mean over its microbatches, is the sum over the items."""
+        """Returns a batch with the number of its items as a tensor."""
         items = batch.get("num_items_in_batch")
         if items is None:
             return batch
-        if self._session is None:
-            count = microbatches_of(self._options)
-        else:
-            rows = find_batch_size(batch)
-            count = microbatches_for(self._session.plan.inner, rows)
-        return {**batch, "num_items_in_batch": torch.as_tensor(items, dtype=torch.float32) / count}
+        return {**batch, "num_items_in_batch": torch.as_tensor(items, dtype=torch.float32)}
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Does nothing: the session has clipped the gradients."""

@@ -184,7 +184,7 @@ def search(
             break
         played.append((*play(pipeline, transfer), pipeline))
     played.sort(key=lambda row: row[0])
-    if options.calibration is None:
+    if options.calibration is None and not mesh.unlike:  # errors are known of one kind of device
         played = simplest_first(played, device(mesh))
     seconds, timeline, best = played[0]
     others = tuple((pipeline, simulated) for simulated, _, pipeline in played[1:])
