@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import mean
 
 from autopar.ir.replicas.tau import MOST
 
@@ -97,6 +97,6 @@ class RoundClock:
         alone, beside = self._last
         slower = 0.0
         if min(len(alone), len(beside)) >= FEW:
-            slower = self._beside * max(median(beside) - median(alone), 0.0)
+            slower = self._beside * max(mean(beside) - mean(alone), 0.0)
         outer = self._outer + time.perf_counter() - self._since - self.waited
         return max(outer, 0.0) + slower
