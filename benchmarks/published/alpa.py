@@ -71,7 +71,7 @@ class Run:
 
     @property
     def parameters(self) -> float:
-        """Of the model on a device, before any state is split."""
+        """Parameters of the model on a device, before any state is split."""
         whole = 12 * LAYERS * self.hidden**2 + (VOCAB + SEQ) * self.hidden
         return whole / self.logical[1]
 

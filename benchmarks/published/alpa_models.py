@@ -44,7 +44,7 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of x [batch, channels, height, width]."""
+        """Returns the block's result for x [batch, channels, height, width]."""
         y = F.relu(self.norms[0](self.reduce(x)))
         y = F.relu(self.norms[1](self.mix(y)))
         return F.relu(self.norms[2](self.expand(y)) + self.shortcut(x))

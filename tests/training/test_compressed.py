@@ -91,7 +91,7 @@ def train_one(case: Case) -> Trained:
         state=case.state,
         gradients=case.gradients,
         microbatches=case.microbatches,
-        whole_loss=False,  # the labels that are counted follow from parameters
+        whole_loss=False,  # counted labels follow from parameters
         stages=case.stages,
     )
     executor: Any = session._executor

@@ -62,7 +62,7 @@ class KeptTensor:
 
 @dataclass
 class Traced:
-    """What a call sees and finds; torch.export would restore a module's own attributes.
+    """Values that a call sees and finds; torch.export would restore a module's own attributes.
 
     Attributes:
         positions: of the tokens of a decode, i64[tokens].

@@ -1,4 +1,4 @@
-"""What `autopar plan` says of the plan of a single program."""
+"""Views of the plan of a single program, for `autopar plan`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Support:
-    """Where a value can be nonzero.
+    """Places at which a value can be nonzero.
 
     Attributes:
         ids: the choices.

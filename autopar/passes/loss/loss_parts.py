@@ -32,7 +32,7 @@ _LINEAR = (
 
 
 class _Kind(Enum):
-    """What the values of microbatches are to that of the whole batch.
+    """Relation of the values of microbatches to that of the whole batch.
 
     It is their mean, or their sum; a sum that counts of the whole batch have divided is no longer
     divided by another number of samples.
@@ -49,7 +49,7 @@ class Parts:
 
     Attributes:
         graph: of one microbatch.
-        search: for errors.
+        search: gives the operands to follow, and errors.
         divided: divisions by counts; their results add up.
     """
 
@@ -113,13 +113,11 @@ class Parts:
         if divisor is None:
             return False
         total = self.graph[node.inputs[0]]
-        before = self.graph[total.inputs[0]].type if _base(total) == "sum" else total.type
-        if (
-            total.type.shape
-            and _base(total) == "sum"
-            and total.type.shape[0] == before.shape[0] > 1
-        ):
-            return False  # a mean of each sample
+        before = total.type
+        if _base(total) == "sum":
+            before = self.graph[total.inputs[0]].type
+            if total.type.shape and total.type.shape[0] == before.shape[0] > 1:
+                return False  # a mean of each sample
         rows = {leaf.type.shape[0] for leaf in self.graph.leaves("input") if leaf.type.shape}
         if _base(node) == "mul":
             return divisor == before.numel > 1

@@ -1,4 +1,4 @@
-"""How a next token is chosen from logits: greedily, or drawn; and when a sequence ends.
+"""Choice of the next token from logits, greedily or by drawing, and the end of a sequence.
 
 Settings that are not passed are those of the model's `generation_config`, and else transformers'
 defaults, so that a call generates the tokens that `model.generate` does.
@@ -75,7 +75,7 @@ class GenerateKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen.
+    """Settings by which tokens are chosen.
 
     Attributes:
         most: number of tokens at most.
