@@ -251,7 +251,8 @@ class Rounds:
             loss, step, sync, taken = heard
             if math.isnan(self.first_loss):
                 self.first_loss = loss
-            measured = self._measured(sync, step, taken)
+            if sync > 0:  # a late method's first report knows of no message that has arrived
+                measured = self._measured(sync, step, taken)
             report = replace(
                 report, loss=loss, step_seconds=step, sync_seconds=sync, taken_seconds=taken
             )
