@@ -40,9 +40,8 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         graph = with_equal_blocks(graph, stored)
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
-    same = _operators(first) == _operators(graph)
     graph = _without_unread(graph)
-    ends = plan.ends if same else _ends_like(parts, graph)
+    ends = plan.ends if _reads_its_own(parts, graph, plan.ends) else _ends_like(parts, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
     for before, stage, after, end in zip(parts, plan.stages, graphs, (*ends, ""), strict=True):
@@ -101,11 +100,6 @@ def with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
     return graph if equal == graph.repeats else replace(graph, repeats=equal)
 
 
-def _operators(graph: Graph) -> list[tuple[str, str]]:
-    """Returns names and kinds of a graph's nodes in order."""
-    return [(node.name, node.op) for node in graph.nodes]
-
-
 def _without_unread(graph: Graph) -> Graph:
     """Returns the graph without parameters and buffers that nothing reads.
 
@@ -121,12 +115,28 @@ def _without_unread(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes)
 
 
+def _reads_its_own(parts: Sequence[Graph], graph: Graph, ends: Sequence[str]) -> bool:
+    """Returns whether each stage of a graph, cut there, reads only what the same part stores."""
+    if not {node.name for node in graph.nodes if not node.is_leaf}.issuperset(ends):
+        return False
+    try:
+        graphs = stage_graphs(graph, ends, Trace(None))
+    except StageError:
+        return False
+    return all(
+        _parameters(one) <= _parameters(part) for one, part in zip(graphs, parts, strict=True)
+    )
+
+
+def _parameters(graph: Graph) -> set[str]:
+    return {leaf.target for leaf in graph.leaves("param")}
+
+
 def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
     """Returns the ends of stages that read the same parameters as `parts`.
 
-    A graph with the same operators, as that of another batch size, is cut at the same places.
-    Otherwise a stage ends before the first operator that depends on a parameter of later stages
-    only; later stages without parameters get one operator each.
+    A stage ends before the first operator that depends on a parameter of later stages only; later
+    stages without such parameters get one operator each.
 
     Raises:
         StageError: an operator after that point needs a parameter of an earlier stage.
@@ -135,15 +145,12 @@ def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
     for number, part in enumerate(parts):
         for leaf in part.leaves("param"):
             holders.setdefault(leaf.target, set()).add(number)
-    latest: dict[str, int] = {}  # value -> the first stage that can compute it
-    for node in graph.nodes:
-        own = min(holders.get(node.target, {0})) if node.op == "param" else 0
-        latest[node.name] = max([own, *(latest[name] for name in node.inputs)])
+    earliest = _earliest_stages(graph, holders)
     operators = [node for node in graph.nodes if not node.is_leaf]
     ends = []
     for number in range(len(parts) - 1):
         last = len(operators) - (len(parts) - 1 - number)
-        later = (n for n, node in enumerate(operators) if latest[node.name] > number)
+        later = (n for n, node in enumerate(operators) if earliest[node.name] > number)
         place = min(next(later, last), last)
         ends.append(operators[place - 1].name)
         for node in operators[place:]:
@@ -158,3 +165,29 @@ def _ends_like(parts: Sequence[Graph], graph: Graph) -> tuple[str, ...]:
                         todo="evaluate under a plan without stages",
                     )
     return tuple(ends)
+
+
+def _earliest_stages(graph: Graph, holders: Mapping[str, set[int]]) -> dict[str, int]:
+    """Returns the first stage that can compute each value.
+
+    Args:
+        graph: the whole graph.
+        holders: stages that store each parameter; several, if it is tied.
+    """
+    earliest: dict[str, int] = {}
+    choices: dict[str, set[int]] = {}  # of values that depend on parameters only
+    for node in graph.nodes:
+        if node.op == "param" and node.target in holders:
+            choices[node.name] = holders[node.target]
+            earliest[node.name] = min(choices[node.name])
+            continue
+        read = [choices[name] for name in node.inputs if name in choices]
+        shared = set.intersection(*read) if read else set()
+        if shared and len(read) == len(node.inputs):
+            choices[node.name] = shared
+        stage = max((earliest[name] for name in node.inputs if name not in choices), default=0)
+        if read:
+            shared = shared or {max(min(stages) for stages in read)}
+            stage = min((one for one in shared if one >= stage), default=max(shared))
+        earliest[node.name] = stage
+    return earliest

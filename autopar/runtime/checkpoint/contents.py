@@ -228,9 +228,13 @@ def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[
 def _options(
     optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields every group that the checkpoint knows, with its saved options."""
+    """Yields every group that the checkpoint knows, with its saved options.
+
+    A group is known by its parameters; one that has none on this rank, by its number.
+    """
     known = {name: group for group in record["groups"] for name in group["parameters"]}
-    for group, members in groups_of(optimizer, held):
+    numbered = len(record["groups"]) == len(optimizer.param_groups)
+    for number, (group, members) in enumerate(groups_of(optimizer, held)):
         group_of = {
             json.dumps(known[h.name]["options"]): h.name for h, _ in members if h.name in known
         }
@@ -240,8 +244,8 @@ def _options(
                 why=f"{' and '.join(group_of.values())} had different options",
                 todo="restore the groups, or load the weights only",
             )
-        if not members and len(record["groups"]) == 1:
-            group_of = {json.dumps(record["groups"][0]["options"]): ""}
+        if not members and numbered:
+            group_of = {json.dumps(record["groups"][number]["options"]): ""}
         for text in group_of:
             options = decode(json.loads(text))
             if not isinstance(options, dict) or any(key in options for key in _MANNER):

@@ -129,16 +129,26 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the record of an optimizer that all ranks' records make up; see `Snapshot`."""
-    groups: dict[str, dict[str, Any]] = {}
+    """Returns the record of an optimizer that all ranks' records make up; see `Snapshot`.
+
+    Groups stay in their order. A rank of a pipeline may hold no parameter of a group, so that the
+    options which count are those of ranks that do.
+    """
+    groups: dict[tuple[int, str], dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for optimizer in optimizers:
-        for group in optimizer["groups"]:
-            whole = groups.setdefault(json.dumps(group["options"]), {**group, "parameters": []})
+        for number, group in enumerate(optimizer["groups"]):
+            key = number, json.dumps(group["options"])
+            whole = groups.setdefault(key, {**group, "parameters": []})
             known = whole["parameters"]
             known += [name for name in group["parameters"] if name not in known]
         values |= optimizer["values"]
-    return {**optimizers[0], "groups": list(groups.values()), "values": values}
+    held = {number for (number, _), group in groups.items() if group["parameters"]}
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    known_groups = [
+        group for (number, _), group in ordered if group["parameters"] or number not in held
+    ]
+    return {**optimizers[0], "groups": known_groups, "values": values}
 
 
 class ReadPlanner(LoadPlanner):
