@@ -13,7 +13,7 @@ processes.
 `python benchmarks/local_updates.py throughput --rates 100mbit` runs two emulated hosts behind a
 slow link (network namespaces; needs root) and writes samples per second of each method, of data
 parallelism and of ZeRO, beside those of hosts that never synchronise. `--methods co2,local` runs
-some of them.
+some of them; every method runs three times (`--repeats`).
 
 `python benchmarks/local_updates.py muon` writes Muon's seconds, bytes and parity, and
 `python benchmarks/local_updates.py published` CO2's throughputs beside predictions.
@@ -86,7 +86,9 @@ def throughput(options: argparse.Namespace) -> None:
     names = options.methods or ",".join(list(outer_throughput.METHODS)[1:])
     rows: list[dict[str, Any]] = []
     for rate in options.rates.split(","):
-        rows += outer_throughput.on_two_hosts(rate, options.seconds, names.split(","))
+        rows += outer_throughput.on_two_hosts(
+            rate, options.seconds, options.repeats, names.split(",")
+        )
     for row in rows:
         print(row)
     print(write(f"{PREFIX}_throughput", rows, keys=("rate", "method")))
@@ -139,7 +141,8 @@ def tables() -> None:
             lines.insert(0, [PARALLEL, alone, *[""] * (len(TAUS) - 1)])
             print(markdown(("method", *(f"tau = {tau}" for tau in TAUS)), lines))
     heads = {
-        "throughput": ("rate", "method", "tau", "samples_per_s", "of_alone"),
+        "throughput": ("rate", "method", "tau", "samples_per_s", "of_alone", "of_alone_min",
+                       "of_alone_max"),
         "muon": ("plan", "optimizer", "ms", "predicted_ms", "state_bytes", "planned_bytes",
                  "parity"),
         "published": ("model", "row", "gpus", "published", "model_says", "error", "use"),
@@ -209,6 +212,7 @@ def main() -> None:
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--repeats", type=int, default=3, help="of every method's throughput")
     parser.add_argument("--methods", default="")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -218,7 +222,7 @@ def main() -> None:
         picture()
     elif options.what == "worker":
         names = options.methods.split(",")
-        outer_throughput.worker(options.rates, options.seconds, options.out, names)
+        outer_throughput.worker(options.rates, options.seconds, options.repeats, options.out, names)
     elif options.what == "convergence":
         converge(options)
     elif options.what == "settings":

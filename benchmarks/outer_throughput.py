@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -91,28 +92,55 @@ def _first_says(value: bool) -> bool:
     return bool(said)
 
 
-def worker(rate: str, seconds: float, out: str, methods: Sequence[str]) -> None:
+def worker(rate: str, seconds: float, repeats: int, out: str, methods: Sequence[str]) -> None:
     """Measures methods on one rank; the first one writes rows to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [{"rate": rate, **timed(name, seconds)} for name in (ALONE, *methods, ALONE)]
-    again = rows.pop()  # before and after, as a machine's speed drifts
-    alone = (rows[0]["samples_per_s"] + again["samples_per_s"]) / 2
-    rows[0]["samples_per_s"] = round(alone, 2)
-    for row in rows:
-        row["of_alone"] = round(row["samples_per_s"] / alone, 4)
+    rows = [{"rate": rate, **row} for row in compared(methods, seconds, repeats)]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_two_hosts(rate: str, seconds: float, methods: Sequence[str]) -> list[dict[str, Any]]:
+def compared(methods: Sequence[str], seconds: float, repeats: int) -> list[dict[str, Any]]:
+    """Returns a row for each method, and one for replicas that never synchronise.
+
+    A machine's speed drifts. Therefore replicas that never synchronise run before and after every
+    run of a method, and a ratio is that to the mean of these two. A method's row is the one with
+    the median ratio of all repeats; the smallest and the largest ratio stand beside it.
+    """
+    alone = [timed(ALONE, seconds)]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for name in [*methods] * repeats:
+        row = timed(name, seconds)
+        alone.append(timed(ALONE, seconds))
+        near = statistics.mean(other["samples_per_s"] for other in alone[-2:])
+        found[name].append({**row, "of_alone": round(row["samples_per_s"] / near, 4)})
+    mean = statistics.mean(row["samples_per_s"] for row in alone)
+    found[ALONE] = [{**row, "of_alone": round(row["samples_per_s"] / mean, 4)} for row in alone]
+    return [_median(rows) for rows in found.values()]
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the row whose ratio is the median, with the smallest and the largest ratio."""
+    rows = sorted(rows, key=lambda row: row["of_alone"])
+    return {
+        **rows[len(rows) // 2],
+        "of_alone_min": rows[0]["of_alone"],
+        "of_alone_max": rows[-1]["of_alone"],
+    }
+
+
+def on_two_hosts(
+    rate: str, seconds: float, repeats: int, methods: Sequence[str]
+) -> list[dict[str, Any]]:
     """Returns rows of methods on two network namespaces with a link of a rate, "100mbit"."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         script = ["-m", "benchmarks.local_updates", "worker", "--rates", rate]
-        script += ["--seconds", str(seconds), "--methods", ",".join(methods), "--out", str(out)]
+        script += ["--seconds", str(seconds), "--repeats", str(repeats)]
+        script += ["--methods", ",".join(methods), "--out", str(out)]
         with two_hosts(rate) as hosts:
             if code := launch(hosts, 1, [sys.executable, *script]):
                 sys.exit(f"a rank at {rate} ended with {code}")
