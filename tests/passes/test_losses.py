@@ -45,6 +45,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "with places": lambda x, y, label: F.cross_entropy(x.view(2, 5, 3), label[:6].view(2, 3)),
     "probabilities": lambda x, y, label: F.cross_entropy(x, y.softmax(-1)),
     "one sample": lambda x, y, label: F.cross_entropy(x[0], label[0]),
+    "weighted": lambda x, y, label: F.cross_entropy(x, label, y[0].exp()),
+    "weighted and smoothed": lambda x, y, label: F.cross_entropy(
+        x, label, y[0].exp(), label_smoothing=0.1
+    ),
+    "weighted, with places": lambda x, y, label: F.nll_loss(
+        x.view(2, 5, 3, 1), label.clamp(min=0).view(2, 3, 1), y[0].exp(), ignore_index=2
+    ),
     "nll": lambda x, y, label: F.nll_loss(x.log_softmax(-1), label),
     "nll with places": lambda x, y, label: F.nll_loss(x.view(2, 5, 3, 1), label[:6].view(2, 3, 1)),
     "mse": lambda x, y, label: F.mse_loss(x, y),
@@ -81,14 +88,15 @@ def test_mean_losses_are_sums_over_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    ["aten.cross_entropy_loss(%x, %y, %w)", "aten.cross_entropy_loss(%x, %y, None, 2)",
+    ["aten.cross_entropy_loss(%x, %p, %w)", "aten.cross_entropy_loss(%x, %y, None, 2)",
      "aten.cross_entropy_loss(%x, %y, reduction=2)"],
 )  # fmt: skip
-def test_weighted_and_summed_losses_stay(loss: str) -> None:
+def test_summed_losses_and_weighted_ones_of_probabilities_stay(loss: str) -> None:
     text = f"""
 graph 'g'
 %x = param('x') : f64[4, 3] grad
 %y = input('y') : i64[4]
+%p = input('p') : f64[4, 3]
 %w = input('w') : f64[3]
 %l = {loss} : f64[] grad
 output 'l' = %l

@@ -71,6 +71,11 @@ def ratio_of_means(logits: Tensor, labels: Tensor) -> Tensor:
     return (entropies(logits, labels) * mask).mean() / mask.mean()
 
 
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weights)
+
+
 def total(logits: Tensor, labels: Tensor) -> Tensor:
     return 0.5 * entropies(logits, labels).sum()
 
@@ -95,7 +100,7 @@ def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
 
 
-SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means)
+SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means, weighted)
 OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums)
 
 
@@ -146,9 +151,9 @@ def test_microbatches_add_up_to_the_whole_batch(loss: Loss, count: int) -> None:
     )
 
 
-def weighted(logits: Tensor, labels: Tensor) -> Tensor:
-    weights = torch.ones(CLASSES, dtype=torch.float64)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weights)
+def of_likely_classes(logits: Tensor, labels: Tensor) -> Tensor:
+    likely = F.one_hot(labels.clamp(min=0), CLASSES).double().flatten(0, 1)
+    return F.cross_entropy(logits.flatten(0, 1), likely, torch.ones(CLASSES).double())
 
 
 def root(logits: Tensor, labels: Tensor) -> Tensor:
@@ -170,7 +175,7 @@ def twice(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (weighted, "classes"),
+        (of_likely_classes, "classes"),
         (root, "sqrt of one"),
         (norm, "linalg_vector_norm of all samples"),
         (longest, "max, which does not add up"),

@@ -42,9 +42,9 @@ def reduction_of(node: Node) -> int | None:
 def lower_means(graph: Graph) -> Graph:
     """Returns `graph` with means and mean losses as a sum and a division by the count.
 
-    The count is a number or, for labels of which some may be ignored, the number of those that are
-    not. Losses with class weights, whose sum would be the count, stay, and so do those in float16,
-    whose sums overflow.
+    The count is a number; for labels of which some may be ignored, the number of those that are
+    not, or the sum of their classes' weights. Losses in float16, whose sums overflow, stay, and so
+    do weighted ones of class probabilities, or of one sample.
     """
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
@@ -115,19 +115,45 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _labelled(node: Node, editor: Editor) -> Node | None:
-    weight = argument(node, 2, "weight")
-    if weight is not None or argument(node, 3, "reduction", MEAN) != MEAN:
+    if argument(node, 3, "reduction", MEAN) != MEAN:
         return None
     scores, labels = (editor[name] for name in node.inputs[:2])
-    shape = scores.type.shape
+    weight, shape = argument(node, 2, "weight"), scores.type.shape
     count: Arg
-    if labels.type.floating:  # class probabilities: every position counts
+    if isinstance(weight, Ref):
+        if labels.type.floating or not labels.type.shape:
+            return None
+        count = _sum_of_weights(node, labels, weight, editor)
+    elif labels.type.floating:  # class probabilities: every position counts
         count = scores.type.numel // shape[1 if len(shape) > 1 else 0] if scores.type.numel else 0
         if not count:
             return None
     else:
-        ignored = number(argument(node, 4, "ignore_index"), -100)
         kind = TensorType("bool", labels.type.shape)
-        counted = editor.new("counted", "aten.ne.Scalar", (Ref(labels.name), ignored), kind, node)
+        args = (Ref(labels.name), _ignored(node))
+        counted = editor.new("counted", "aten.ne.Scalar", args, kind, node)
         count = editor.new("count", "aten.sum", (counted,), TensorType("i64", ()), node)
     return _divided(node, _summed(node, 3, editor), count, editor)
+
+
+def _ignored(node: Node) -> int:
+    """Returns the label that a loss ignores."""
+    return int(number(argument(node, 4, "ignore_index"), -100))
+
+
+def _sum_of_weights(node: Node, labels: Node, weight: Ref, editor: Editor) -> Ref:
+    """Returns the sum of the classes' weights over the labels that are not ignored."""
+    size, dtype = (labels.type.numel,), editor[weight.name].type.dtype
+    mask, picked = TensorType("bool", size), TensorType(dtype, size)
+
+    flat = Ref(labels.name)
+    if len(labels.type.shape) > 1:
+        kind = TensorType(labels.type.dtype, size)
+        flat = editor.new("labels", "aten.reshape", (flat, size), kind, node)
+    ignored = editor.new("ignored", "aten.eq.Scalar", (flat, _ignored(node)), mask, node)
+    kind = TensorType(labels.type.dtype, size)
+    known = editor.new("known", "aten.masked_fill.Scalar", (flat, ignored, 0), kind, node)
+    weights = editor.new("weights", "aten.index_select", (weight, 0, known), picked, node)
+    args = (weights, ignored, 0)
+    counted = editor.new("counted", "aten.masked_fill.Scalar", args, picked, node)
+    return editor.new("count", "aten.sum", (counted,), TensorType(dtype, ()), node)
