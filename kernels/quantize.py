@@ -86,8 +86,10 @@ def reference(
     value = padded.view(count, group)
     top = value.abs().amax(1)
     odd = (value * 0).sum(1)
-    inverse = torch.where(top == 0, 1.0, _LARGEST[dtype] / top) + odd
-    scales = torch.where(top == 0, 1.0, top / _LARGEST[dtype]) + odd
+    # A tensor, since torch divides a number by one in two roundings: times the reciprocal.
+    largest = top.new_full((), _LARGEST[dtype])
+    inverse = torch.where(top == 0, 1.0, largest / top) + odd
+    scales = torch.where(top == 0, 1.0, top / largest) + odd
     value = (value * inverse.unsqueeze(1)).nan_to_num()
     value = (value + 0.5).floor() if dtype == torch.int8 else value
     # f8 is rounded from f32, as in hardware.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.ir.collective import SUMS, Step
+from autopar.ir.compression import method_of
 from autopar.ir.graph import Node
 from autopar.ir.int8_blocks import staged
 from autopar.ir.mesh import Mesh
@@ -379,8 +380,11 @@ def reduction_staging(
         accelerator: whether the devices are accelerators rather than CPUs.
         together: whether other gradients are sent in the same call.
     """
-    if hop.residual or hop.call.compression:  # with the residual, and as it is decoded
-        return 2 * whole + staged(hop.call, mesh)
+    if hop.call.compression:
+        if method_of(hop.call.compression).feedback:  # with the residual, and as it is decoded
+            return 2 * whole + staged(hop.call, mesh)
+        # What is sent, beside messages as they come and as they are decoded.
+        return bool(hop.dim) * whole + hop.call.nbytes + staged(hop.call, mesh)
     if hop.call.kind == "all_reduce":
         return 0.0
     packed = (bool(hop.dim) + together) * whole

@@ -206,9 +206,9 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
         wide = widened(x)
         shifted = wide - peers.maximum(wide.amax(dim, keepdim=True))
-        powers = shifted.exp()
+        powers = shifted.exp() if log else shifted.exp_()
         total = peers.reduce(powers.sum(dim, keepdim=True))
-        result = (shifted - total.log() if log else powers / total).to(x.dtype)
+        result = (shifted.sub_(total.log()) if log else powers.div_(total)).to(x.dtype)
         ctx.save_for_backward(result)
         ctx.dim, ctx.log, ctx.peers = dim, log, peers
         return result
@@ -242,7 +242,7 @@ class _CrossEntropy(torch.autograd.Function):
         dim = 1 if logits.dim() > 1 else 0
         wide = widened(logits)
         largest = peers.maximum(wide.amax(dim, keepdim=True))
-        powers = (wide - largest).exp()
+        powers = (wide - largest).exp_()
         labelled = wide.gather(dim, own.unsqueeze(dim)).masked_fill(elsewhere.unsqueeze(dim), 0)
         sums = [powers.sum(dim, keepdim=True), labelled]
         sums += [wide.sum(dim, keepdim=True)] if smoothing else []

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
-from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
+from autopar.ir.storage import BUCKET, COPIED, REDUCED, Storage, scattered
 from autopar.ir.tensor import DTYPE_BYTES
 from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
 from autopar.simulate.buffers import Buffer, Recorder
@@ -34,7 +34,7 @@ class Updated:
         nbytes, dtype: of what is updated.
         rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
         stays: whether that is what this device holds, and not sent to others.
-        sent: bytes of its gradient in a bucket, 0 if it is not reduced.
+        sent: bytes of its gradient in a bucket, 0 if it is not reduced or comes as a message.
         scattered: whether that is put beside those of all others.
         states: bytes of the states that its rule names.
         coming: bytes of states that come from host memory for the update, if they lie there.
@@ -76,7 +76,9 @@ def updated_in(
     hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
     whens = {hop.when for hop in hops}
     sent = precision.sent(node.type, node.requires_grad)
-    reduced = bool(whens & {"accumulate", "reduce"})
+    # What came as messages is decoded tensor by tensor.
+    last = [hop.call for hop in hops if hop.when in REDUCED][-1:]
+    reduced = any(not call.compression for call in last)
     bucketed = float(storage.used.local_bytes(sent, mesh)) if reduced else 0.0
     together = scattered(hops) and sent == own
     master = precision.has_master(node.type, node.requires_grad)

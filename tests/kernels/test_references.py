@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,6 +259,17 @@ def test_adamw_is_torchs_and_skips_steps_that_are_not_finite(most: float | None)
         torch.testing.assert_close(ours_p, theirs.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(low, ours_p.bfloat16())
     assert step == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_of_int8_are_rounded_as_the_kernels_division_rounds_them(dtype: torch.dtype) -> None:
+    """Half of a group's largest number is 63.5 steps, and one rounding decides between two."""
+    top = Draw(dtype).positive(2048)
+    x = torch.stack([top, top / 2, -top / 2, top / 127 * 0.5], 1)
+    q, _ = ours.quantize_int8(x, 4)
+    inverse = x.numpy().dtype.type(127) / top.numpy()
+    steps = np.floor(x.numpy() * inverse[:, None] + x.numpy().dtype.type(0.5))
+    np.testing.assert_array_equal(q.numpy(), steps)
 
 
 @pytest.mark.parametrize("name", ["quantize_int8", "quantize_f8"])

@@ -82,6 +82,20 @@ def test_each_stage_clips_the_norm_of_its_own_gradients() -> None:
     check(["pipedream", "2bw", "pipemare plain", "pipemare flushed"], 3, 3, clip_norm=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["zero1", "zero2"])
+def test_one_stage_clips_gradients_that_are_split_unevenly(state: str) -> None:
+    """Of the six rows of a weight, two of four devices update two each, the others one each."""
+    pins = autopar.pins.data_parallel("gpu")
+    check(["few"], 1, 4, state=state, clip_norm=0.1, pins=pins)
+
+
+@pytest.mark.slow
+def test_one_stage_of_every_method_clips_split_gradients() -> None:
+    names = ["pipedream", "vertical", "2bw", "ampnet of two"]
+    check(names, 1, 2, state="zero1", clip_norm=0.1, pins=autopar.pins.data_parallel("gpu"))
+
+
 def in_bf16(names: list[str]) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     """Losses and masters of runs that compute in bfloat16."""
     found = {}

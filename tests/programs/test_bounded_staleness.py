@@ -134,3 +134,9 @@ def test_replicas_of_a_host_do_not_get_apart(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_replicas_of_one_stage_train_as_stale_weights_do(clip: float | None) -> None:
     check_method(["bounded"], 1, 2, pins=PINS, clip_norm=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_four_replicas_of_one_stage_train_as_stale_weights_do(clip: float | None) -> None:
+    check_method(["far ahead"], 1, 4, pins=PINS, clip_norm=clip)

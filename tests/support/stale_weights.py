@@ -116,6 +116,10 @@ METHODS = {
         "bounded_staleness ahead=2", 4, 0,
         lambda s, p, k: max(0, k // 4 - 2), lambda s, p, k: max(0, k // 4 - 2), late=2,
     ),
+    "far ahead": Method(
+        "bounded_staleness ahead=3", 2, 0,
+        lambda s, p, k: max(0, k // 2 - 3), lambda s, p, k: max(0, k // 2 - 3), late=3,
+    ),
     "ampnet": Method("ampnet", 4, 1, lambda s, p, k: max(0, k - (p - 1 - s)), lambda s, p, k: k),
     "ampnet of two": Method(
         "ampnet every=2", 4, 2,

@@ -149,26 +149,35 @@ def _by_messages(
     dtype: torch.dtype,
     dims: Sequence[int | None],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns sums by one all_gather, or parts by one all_to_all, and what this rank sent."""
+    """Returns sums by one all_gather, or parts by one all_to_all, and what this rank sent.
+
+    A method without feedback needs not know what it sent.
+    """
     if dims[0] is None:
         packed = _Packed(method, [x.reshape(1, -1) for x in given], dtype)
-        came = _gathered(group, packed.buffer)
         shapes = [x.shape for x in given]
-        sums = [t.view(s) for t, s in zip(packed.totals(came), shapes, strict=True)]
-        own = [t.reshape(s) for t, s in zip(packed.decoded(), shapes, strict=True)]
-        return sums, own
+        totals = packed.totals(_gathered(group, packed.buffer))  # frees what came
+        sums = [t.view(s) for t, s in zip(totals, shapes, strict=True)]
+        if not method.feedback:
+            return sums, []
+        return sums, [t.reshape(s) for t, s in zip(packed.decoded(), shapes, strict=True)]
     sides = [dim or 0 for dim in dims]
     blocks = [group.split(x, dim) for x, dim in zip(given, sides, strict=True)]
+    cuts = [block.shape for block in blocks]
     packed = _Packed(method, [block.view(group.size, -1) for block in blocks], dtype)
-    came = _exchanged(group, packed.buffer)
-    sums, own = [], []
-    for x, dim, block, total, row in zip(
-        given, sides, blocks, packed.totals(came), packed.decoded(), strict=True
-    ):
-        extent = int(x.shape[dim])
-        part = total.view(block.shape[1:]).narrow(dim, 0, group.own(extent)[1])
-        sums.append(part.contiguous())
-        own.append(group.join(row.reshape(block.shape), dim, extent))
+    blocks.clear()
+    totals = packed.totals(_exchanged(group, packed.buffer))
+    extents = [int(x.shape[dim]) for x, dim in zip(given, sides, strict=True)]
+    sums = [
+        total.view(cut[1:]).narrow(dim, 0, group.own(extent)[1]).contiguous()
+        for total, cut, dim, extent in zip(totals, cuts, sides, extents, strict=True)
+    ]
+    if not method.feedback:
+        return sums, []
+    own = [
+        group.join(row.reshape(cut), dim, extent)
+        for row, cut, dim, extent in zip(packed.decoded(), cuts, sides, extents, strict=True)
+    ]
     return sums, own
 
 
@@ -191,7 +200,9 @@ def _in_two_calls(
             again.decoded(_gathered(group, again.buffer)), lengths, given, strict=True
         )
     ]
-    own = []
+    own: list[Tensor] = []
+    if not method.feedback:
+        return sums, own
     for row, part, said, n, x in zip(
         packed.decoded(), parts, again.decoded(), lengths, given, strict=True
     ):
