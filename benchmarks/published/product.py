@@ -23,11 +23,12 @@ from benchmarks.published.models import GPT, Llama, Sizes
 from benchmarks.published.torchtitan import SIZES
 
 NO_LIMIT = 1e16
-MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
-MEGATRON_CORE = "merged loss=steps optimizer=44"
+MEGATRON = "fused=mul+softmax,dropout+add merged loss=inplace optimizer=60"
+MEGATRON_CORE = "merged loss=inplace optimizer=44"
 TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
-WIDE_RESNET = "compiled=all waits together optimizer=28"
+# Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
+WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
