@@ -55,7 +55,7 @@ from autopar.planning.pipelines.variants import (
     front,
     partly,
 )
-from autopar.planning.prices import by_kind, cost_model, slowdown_of
+from autopar.planning.prices import by_kind, cost_model, host_of, slowdown_of
 from autopar.planning.recomputation import parse_recompute
 from autopar.simulate import settings_on
 from autopar.simulate.optimizer_step import update_works, updated_in
@@ -373,7 +373,7 @@ class StageCosts:
         once, each = self.streamed.copies(self.mesh.size // mesh.size, microbatches)
         held = tuple(kept_each(built, graph, mesh, n, o, each, given.precision) for n, o in pairs)
         further = tuple(once.of_choices(graph, mesh, n, o, given.precision) for n, o in pairs)
-        host = settings_on(mesh.device, self.options.execution).host
+        host = settings_on(mesh.device, self.options.execution, host_of(model)).host
         return StageProblem(
             built, grows, edges, counts, tuple(updates), held, recompute, further,
             given.microbatches, self.streamed.late, issuing(graph, mesh, host, table),
