@@ -133,8 +133,8 @@ def megatron_core_rows() -> Iterator[Row]:
 
 
 def torchtitan_run(row: dict[str, Any]) -> torchtitan.Run:
-    """A row of torchtitan's pages as it ran."""
-    options = row["options"].lower()
+    """A row of torchtitan's pages as it ran; since 2025 it compiles its loss too."""
+    options, h200 = row["options"].lower(), "H200" in row["hardware"]
     degrees = dict.fromkeys(("fsdp", "tp", "cp"), 1)
     for word in row["parallelism"].lower().split(","):
         name = word.rstrip("0123456789")
@@ -152,6 +152,8 @@ def torchtitan_run(row: dict[str, Any]) -> torchtitan.Run:
         rowwise="rowwise" in options,
         seq=row["seq"] // cp,
         cp=cp,
+        device="H200" if h200 else torchtitan.DEVICE,
+        loss="compiled" if h200 else "",
     )
 
 

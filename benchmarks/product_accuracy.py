@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import facts
 from benchmarks.harness import write
-from benchmarks.published import alpa, megatron, megatron_core, product
+from benchmarks.published import alpa, megatron, megatron_core, product, torchtitan
 
 Row = dict[str, Any]
 
@@ -52,12 +52,15 @@ def megatron_core_rows() -> Iterator[Row]:
 
 
 def torchtitan_rows() -> Iterator[Row]:
-    """torchtitan on H100s of 500 W, without context parallelism; memory is what is reserved."""
-    for row in facts("torchtitan_h100"):
+    """torchtitan on H100s of 500 W and on H200, without context parallelism.
+
+    Memory is what is reserved.
+    """
+    for row in (*facts("torchtitan_h100"), *facts("torchtitan_h200")):
         run = cost_accuracy.torchtitan_run(row)
         if run.cp > 1:
             continue
-        fitted = run.model == "8B" and not run.float8
+        fitted = run.model == "8B" and not run.float8 and run.device == torchtitan.DEVICE
         kind = "fitted" if fitted or run.seq > 8192 else "predicted"
         case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
         speed = product.torchtitan_tokens_per_second(run)

@@ -20,6 +20,8 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.cli.common.console import FILE, JSON, Console, print_json, print_out, say
 from autopar.cost.calibration import Calibration
+from autopar.cost.kernel_tables import Host
+from autopar.cost.measured_host import MEASURED, is_host, role_of
 from autopar.cost.model import AnalyticModel
 from autopar.cost.programs.choice import SIZES
 from autopar.cost.work import Work
@@ -182,8 +184,11 @@ def _rows(calibration: Calibration) -> Iterator[dict[str, object]]:
         shape = f"{p.gemm.m} x {p.gemm.n} x {p.gemm.k}"
         yield _row("matmul", p.dtype, shape, p.time.seconds, p.time.spread, model.compute(work))
     for k in calibration.kernels:
-        price = model.compute(Work(k.op, k.flops, k.nbytes, k.dtype))
-        size = format_bytes(k.nbytes)
+        if is_host(k):
+            price, size = getattr(Host.of(MEASURED), role_of(k)), "a call"
+        else:
+            price = model.compute(Work(k.op, k.flops, k.nbytes, k.dtype))
+            size = format_bytes(k.nbytes)
         yield _row(k.op, k.dtype, size, k.time.seconds, k.time.spread, price)
     for c in calibration.exchanges:
         by = "" if c.by == LIBRARY else c.by

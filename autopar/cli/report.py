@@ -30,7 +30,7 @@ from autopar.plan_entries import ModelSpec
 from autopar.planning.frontier import frontier
 from autopar.planning.options import Options
 from autopar.planning.planner import Planner
-from autopar.planning.prices import limit_of_plan
+from autopar.planning.prices import host_of, limit_of_plan
 from autopar.planning.trace import Trace
 from autopar.simulate import settings_on
 
@@ -171,8 +171,8 @@ class _About:
         if self.plan.is_pipeline:
             return self._schedule()
         part, chosen = self.stages[""], self.plan.stage
-        settings = settings_on(chosen.mesh.device, part.graph.execution)
         price = prices(chosen, self.asked.calibration)
+        settings = settings_on(chosen.mesh.device, part.graph.execution, host_of(price))
         timeline = simulated(part.graph, chosen, self.asked.rules, settings, price)
         curve = charts.memory_curve(timeline.memory.curve, limit_of_plan(chosen))
         text = f"Simulated; the peak is in {timeline.memory.task}."

@@ -13,8 +13,8 @@ from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
-from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
+from autopar.cost.measured_host import named_host
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
@@ -23,6 +23,7 @@ from autopar.intra_op.work.model_flops import model_flops
 from autopar.ir.graph import Graph
 from autopar.ir.units import format_bytes
 from autopar.plan_entries import ModelSpec
+from autopar.planning.prices import host_of
 from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
 from autopar.stage_plan import StagePlan
@@ -87,10 +88,11 @@ def command(
     with stages(quiet=as_json) as progress:
         progress("simulate")
         chip = device(chosen.mesh)
-        settings = settings_on(chosen.mesh.device, graph.execution)
+        priced = prices(chosen, calibration)
+        settings = settings_on(chosen.mesh.device, graph.execution, host_of(priced))
         settings = replace(settings, overlap=frozenset()) if wait else settings
-        settings = replace(settings, host=Host.of(host)) if host else settings
-        timeline = simulated(graph, chosen, known, settings, prices(chosen, calibration))
+        settings = replace(settings, host=named_host(host, host_of(priced))) if host else settings
+        timeline = simulated(graph, chosen, known, settings, priced)
         figures = utilisations(timeline, graph, chosen, known, chip)
     if trace_json is not None:
         FILE.write(trace_json, timeline.to_trace())

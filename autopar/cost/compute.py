@@ -15,9 +15,13 @@ NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) ex
     clocks              a long kernel computes at lower clocks than a short one
 
 A library tries several tiles and splits; the fastest counts. Time grows with each of m, n and k.
-The constants stand in tables/products.csv (cost/kernel_tables.py). In a long step all kernels run
-at low clocks, and beside other work: then computing takes `1 / step_efficiency` of a short kernel's
-time, a figure of the device (devices.toml).
+A convolution is an implicit product of pixels, channels and kernel (Chetlur et al., "cuDNN", arXiv
+1410.0759, section 3), which attains a share of a plain product's rate; where Winograd's transforms
+apply, it multiplies less (Lavin & Gray, arXiv 1509.09308).
+
+The constants stand in tables/products.csv and tables/convolutions.csv (cost/kernel_tables.py). In
+a long step all kernels run at low clocks, and beside other work: then computing takes
+`1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import math
 from autopar.cost.attention_seconds import NAMES as ATTENTION
 from autopar.cost.attention_seconds import attention_seconds
 from autopar.cost.device import Device
-from autopar.cost.work import Gemm
+from autopar.cost.work import Convolved, Gemm
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
 _NARROW = 8  # vector units may be faster with fewer rows or columns than this
@@ -43,6 +47,7 @@ def kernel_seconds(
     gemm: Gemm | None = None,
     *,
     in_step: bool = False,
+    convolved: Convolved | None = None,
 ) -> float:
     """Returns the seconds of one kernel; 0 if it neither computes nor moves anything.
 
@@ -54,6 +59,7 @@ def kernel_seconds(
         dtype: dtype of the operands, as in the IR, or "tf32".
         gemm: shape of the matrix product, if it is one.
         in_step: whether it is part of a long step, rather than run alone.
+        convolved: how a convolution runs as the product `gemm`.
 
     Raises:
         CostError: the device has no peak for the dtype.
@@ -72,12 +78,16 @@ def kernel_seconds(
     computing = gemm_seconds(device, gemm, dtype)
     if min(gemm.m, gemm.n) < _NARROW:
         computing = min(computing, max(vector, moving))
+    call = device.launch
+    if convolved is not None:
+        computing /= device.convolutions.rate(convolved, dtype)
+        call += device.convolutions.call(convolved)
     if in_step:
         computing /= left
     else:
         table = device.products
         computing *= 1 + table.throttle * computing / (computing + table.throttle_after)
-    return float((computing**_BLEND + moving**_BLEND) ** (1 / _BLEND)) + device.launch
+    return float((computing**_BLEND + moving**_BLEND) ** (1 / _BLEND)) + call
 
 
 def memory_seconds(device: Device, nbytes: float) -> float:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from autopar.cost.kernel_tables import Attention, Links, Products, Row
+from autopar.cost.kernel_tables import Attention, Convolutions, Links, Products, Row
 from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, MeshError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
@@ -19,8 +19,9 @@ from autopar.ir.mesh import Description, Mesh
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
 _MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
-_TABLES = ("products", "attention", "links")
+_TABLES = ("products", "attention", "links", "convolutions")
 Table = TypeVar("Table", bound=Row)
+PLAIN = Convolutions()  # as fast as products
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -30,7 +31,7 @@ class Device:
 
     Each of the `processors` computes one tile of a matrix product at a time. `peak` holds a dense
     matmul rate for each of `DTYPES`; efficiencies are the attainable shares of the peaks. The head
-    of devices.toml explains each figure. `products` and `attention` are the device's rows of the
+    of devices.toml explains each figure. `products`, `attention` and `convolutions` are rows of the
     tables of kernels (cost/kernel_tables.py), `links` that of the links in a node, None if unknown;
     `intra_pairs` counts the links between each pair of a node's devices, empty behind a switch.
 
@@ -70,6 +71,7 @@ class Device:
     products: Products
     attention: Attention
     links: Links | None = None
+    convolutions: Convolutions = PLAIN
     intra_pairs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -140,7 +142,10 @@ def devices() -> tuple[Device, ...]:
     found = [_from_table(name, table) for name, table in tomllib.loads(text).items()]
     return tuple(
         replace(
-            entry, products=_row(Products, entry, found), attention=_row(Attention, entry, found)
+            entry,
+            products=_row(Products, entry, found),
+            attention=_row(Attention, entry, found),
+            convolutions=_row(Convolutions, entry, found),
         )
         for entry in found
     )

@@ -16,6 +16,7 @@ from importlib import resources
 from typing import ClassVar, Self
 
 from autopar.errors import CostError
+from autopar.operators.device_work import Convolved
 
 # Rows and columns of the results' tiles of libraries on GPUs, largest first.
 TILES = (
@@ -136,6 +137,35 @@ class Attention(Row):
     memory: float = 0.7
     call: float = 10e-6
     backward: float = 0.8
+
+
+@dataclass(frozen=True)
+class Convolutions(Row):
+    """Constants of convolutions on one device, relative to the product that they stand for.
+
+    Attributes:
+        forward, image, weight: computing rate of the forward and of the gradients.
+        winograd: multiplications that Winograd's transforms save in f32: 2 is half of them.
+        forward_call, gradient_call: seconds of a call beside a product's launch.
+    """
+
+    FILE: ClassVar[str] = "convolutions.csv"
+
+    forward: float = 1.0
+    image: float = 1.0
+    weight: float = 1.0
+    winograd: float = 1.0
+    forward_call: float = 0.0
+    gradient_call: float = 0.0
+
+    def rate(self, how: Convolved, dtype: str) -> float:
+        """Returns the computing rate relative to a product's."""
+        rate = {"forward": self.forward, "image": self.image, "weight": self.weight}[how.result]
+        return rate * (self.winograd if how.winograd and dtype == "f32" else 1.0)
+
+    def call(self, how: Convolved) -> float:
+        """Returns the seconds of a call beside a product's launch."""
+        return self.forward_call if how.result == "forward" else self.gradient_call
 
 
 @dataclass(frozen=True)

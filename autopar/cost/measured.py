@@ -20,6 +20,8 @@ from typing import TypeVar
 
 from autopar.cost.calibration import Calibration, Product, Timing
 from autopar.cost.host_copies import HostCopy
+from autopar.cost.kernel_tables import Host
+from autopar.cost.measured_host import host_of, is_host
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm, Work, quantising
 from autopar.ir.chosen_algorithms import LIBRARY, LIBRARY_ONLY, ChosenAlgorithms
@@ -115,6 +117,11 @@ class MeasuredModel:
         """Returns the seconds of a copy to or from host memory, by the device's figures."""
         return self.analytic.host(copy)
 
+    @property
+    def issuing(self) -> Host | None:
+        """Seconds in which the host issues work; None if they were not measured."""
+        return host_of(self.calibration.kernels, self.device.name)
+
     def resources(self, call: Collective, /) -> tuple[str, ...]:
         """Returns the names of the links that `call` uses; see `AnalyticModel.resources`."""
         return self.analytic.resources(call)
@@ -157,7 +164,9 @@ class MeasuredModel:
         for product in self.calibration.products:
             work = Work("aten.mm", product.gemm.flops, 0.0, product.dtype, product.gemm)
             ratios["matmul"].append(product.time.seconds / self._whole.compute(work))
-        for kernel in (k for k in self.calibration.kernels if k.by == "nbytes"):
+        for kernel in self.calibration.kernels:
+            if kernel.by != "nbytes" or is_host(kernel):
+                continue
             price = self._whole.compute(Work(kernel.op, kernel.flops, kernel.nbytes, kernel.dtype))
             ratios["kernel"].append(kernel.time.seconds / price if price else 1.0)
         for call in (c for c in self.calibration.exchanges if not c.by):

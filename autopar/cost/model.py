@@ -80,7 +80,7 @@ class AnalyticModel:
         if work not in self._known:
             seconds = kernel_seconds(
                 self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm,
-                in_step=self.in_step,
+                in_step=self.in_step, convolved=work.convolved,
             )  # fmt: skip
             self._known[work] = _price(seconds * work.share, work, work.flops, work.nbytes)
         return self._known[work]

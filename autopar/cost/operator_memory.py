@@ -43,6 +43,7 @@ _PASSED_ON = {
 # Every operand's gradient is a view of the result's gradient.
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
 _SHARE = "autopar.share"
+_IN_PLACE = "inplace"  # a loss whose steps overwrite the logits, and whose gradient does
 # Views whose gradient is a new tensor: zeros around a part, or a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
 # Across the parts of a split dimension these need a temporary of the result's size, others one of
@@ -99,6 +100,8 @@ def kept(node: Node, accelerator: bool = False) -> tuple[int, ...]:
         accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
             CPU's.
     """
+    if node.part.loss == _IN_PLACE:
+        return (0, 1)  # the logits, which are their softmax by then, and the labels
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         return tuple(place for place in _KERNELS[node.op][0] if place < len(node.inputs))
     places = (
@@ -175,7 +178,8 @@ def recipe(
             *((t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)),
         ]
         share = given[0] / (node.type.nbytes or 1)
-        extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
+        types_beside = () if node.part.loss == _IN_PLACE else node.saved_types
+        extra = tuple(_like(tensor, near, mesh, share) for tensor in types_beside)
     if rows:
         scratch, backward = _mixture_scratch(by_name(node, types), rows, gradients, mesh)
         scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
@@ -250,7 +254,7 @@ def _backward_scratch(
         return 0.0
     if node.op == "aten.cross_entropy_loss":
         # Gradient of the log-softmax, before that of the logits; step by step its product as well.
-        return operands[0] * (2 if node.part.loss == "steps" else 1)
+        return operands[0] * {"steps": 2, _IN_PLACE: 0}.get(node.part.loss, 1)
     steps = _BACKWARD_STEPS.get(node.op, 0)
     if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
         steps += any(0 < size < result for size in gradients)  # before it is summed
@@ -262,6 +266,8 @@ def _gradient(node: Node, place: int, operand: Node, size: float, result: float)
     if not (node.requires_grad and operand.requires_grad):
         return -1.0
     if _inside(operand):
+        return 0.0
+    if node.part.loss == _IN_PLACE and place == 0:
         return 0.0
     if node.op in _VIEWED or (place in _PASSED_ON.get(node.op, ()) and size == result):
         return 0.0

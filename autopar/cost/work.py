@@ -5,9 +5,10 @@ from __future__ import annotations
 from autopar.ir.collective import Collective
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.ir.update import Products
-from autopar.operators.device_work import Gemm, NodeWork, Work
+from autopar.operators.device_work import Convolved, Gemm, NodeWork, Work
 
 __all__ = [
+    "Convolved",
     "Gemm",
     "NodeWork",
     "Work",

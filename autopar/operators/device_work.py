@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
@@ -23,12 +24,25 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class Convolved:
+    """How a convolution runs as a product of matrices.
+
+    Attributes:
+        result: "forward", or what its gradient is of: "image" or "weight".
+        winograd: whether Winograd's transforms may save multiplications: of 3 x 3 pixels one apart.
+    """
+
+    result: Literal["forward", "image", "weight"]
+    winograd: bool = False
+
+
+@dataclass(frozen=True)
 class Work:
     """One kernel on one device, with its FLOPs and bytes moved.
 
     `dtype` is that of the operands. `gemm` is the shape for matrix units, None on vector units.
     `share` is the part of the kernel's time that this work takes, where several operators are one
-    kernel.
+    kernel. `convolved` is set if the product is a convolution.
     """
 
     op: str
@@ -37,6 +51,7 @@ class Work:
     dtype: str
     gemm: Gemm | None = None
     share: float = 1.0
+    convolved: Convolved | None = None
 
 
 @dataclass(frozen=True)

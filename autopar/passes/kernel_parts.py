@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Part
-from autopar.ir.executed.library_kernels import base, is_library
+from autopar.ir.executed.library_kernels import CONVOLUTIONS, base, is_library
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.rewrite import argument
 
@@ -96,6 +96,8 @@ class _Kernels:
                 found[node.name] = Part(share=share, narrow=narrow, casts=first and bool(narrow))
             elif base(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
+            if how.convolutions and base(node.op) in CONVOLUTIONS:
+                found[node.name] = replace(found.get(node.name, WHOLE), direct=True)
             if how.reductions and base(node.op) in REREAD:
                 found[node.name] = replace(found.get(node.name, WHOLE), rereads=True)
         return found

@@ -13,6 +13,7 @@ from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.prices import host_of
 from autopar.simulate import Timeline, fixed_bytes, kept_bytes, run, settings_on, tasks
 from autopar.simulate.task import COMPUTE
 from autopar.stage_plan import StagePlan
@@ -42,7 +43,7 @@ def with_simulated(
     if not is_trained(graph):
         return plan
     counted = plan if repeated is None else replace(plan, microbatches=repeated.in_update)
-    settings = settings_on(plan.mesh.device, graph.execution)
+    settings = settings_on(plan.mesh.device, graph.execution, host_of(prices))
     step = tasks(graph, counted, works(graph, counted, known), prices, settings)
     model, slowdown = AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown
     timeline, predicted = run(step, model, slowdown), plan.predicted

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autopar.cost.calibration import Calibration
 from autopar.cost.device import device, refuse_unlike
+from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.network import Network
@@ -67,6 +68,11 @@ def refuse_unsupported(mesh: Mesh, precision: Precision) -> None:
 def calibration_of(prices: CostModel) -> str:
     """Returns the fingerprint of the calibration behind some prices, "" for closed forms."""
     return prices.calibration.fingerprint if isinstance(prices, MeasuredModel) else ""
+
+
+def host_of(prices: CostModel) -> Host | None:
+    """Returns the figures of the host that a calibration measured, None for closed forms."""
+    return prices.issuing if isinstance(prices, MeasuredModel) else None
 
 
 def slowdown_of(mesh: Mesh, execution: Execution) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.kernel_tables import Host
+from autopar.cost.measured_host import named_host
 from autopar.ir.executed.execution import AS_WRITTEN, Execution
 
 OVERLAPS = ("gradient", "parameter", "refetch")
@@ -39,15 +40,18 @@ class Settings:
     in_place: bool = False
 
 
-def settings_on(name: str, execution: Execution = AS_WRITTEN) -> Settings:
+def settings_on(
+    name: str, execution: Execution = AS_WRITTEN, measured: Host | None = None
+) -> Settings:
     """Returns the settings of a kind of device, "cpu" or an accelerator's name.
 
     On accelerators torch updates all parameters at once, and the program waits neither for
-    gradients nor for the parameters of the next block; on the CPU for all but these.
+    gradients nor for the parameters of the next block; on the CPU for all but these. A `measured`
+    host takes the place of the table's eager one.
     """
     if name.lower() == "cpu":
         return Settings(overlap=frozenset({"parameter"}))
-    host = Host.of(execution.host) if execution.host else None
+    host = named_host(execution.host, measured)
     overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
     temporaries = 0.0 if execution.compiled == "all" else 1.0
     return Settings(temporaries, True, True, overlap, host, execution.optimizer, execution.together)

@@ -44,7 +44,11 @@ LOSS_BYTES = (32.0, 16.0)
 
 @dataclass(frozen=True)
 class Run:
-    """One row: a model's sizes and how it ran."""
+    """One row: a model's sizes and how it ran.
+
+    Megatron-Core's have dropout only in its functional tests, as well as `groups` of heads that
+    share a key and a value.
+    """
 
     hidden: int
     heads: int
@@ -58,6 +62,8 @@ class Run:
     seq: int = 2048
     vocab: int = 51200
     device: str = "A100-80"
+    dropout: float = 0.0
+    groups: int = 0
 
     @property
     def microbatches(self) -> int:

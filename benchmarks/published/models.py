@@ -14,7 +14,8 @@ class Sizes:
     """A transformer's sizes.
 
     `dropout` 0 leaves the operator out; `flash` takes fused causal attention instead of its single
-    steps; `tied` takes the weight of the words for the logits; `dense` embeds words by a product.
+    steps; `tied` takes the weight of the words for the logits; `dense` embeds words by a product;
+    `groups` of heads share a key and a value (0: each head has its own).
     """
 
     hidden: int
@@ -26,6 +27,7 @@ class Sizes:
     tied: bool = True
     flash: bool = False
     dense: bool = False
+    groups: int = 0
 
 
 class DenseEmbedding(nn.Embedding):
@@ -43,8 +45,10 @@ class Layer(nn.Module):
         super().__init__()
         h = sizes.hidden
         self.heads, self.dropout, self.flash = sizes.heads, sizes.dropout, sizes.flash
+        self.groups = sizes.groups or sizes.heads
+        few = h // sizes.heads * self.groups
         self.norm_1, self.norm_2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.query, self.key, self.value = nn.Linear(h, h), nn.Linear(h, h), nn.Linear(h, h)
+        self.query, self.key, self.value = nn.Linear(h, h), nn.Linear(h, few), nn.Linear(h, few)
         self.proj = nn.Linear(h, h)
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
@@ -59,12 +63,14 @@ class Layer(nn.Module):
 
     def _attention(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
-        shape = (batch, seq, self.heads, hidden // self.heads)
         query, key, value = (
-            linear(x).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.value)
+            linear(x).view(batch, seq, -1, hidden // self.heads).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )
         if self.flash:
-            mixed: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed: Tensor = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self.groups < self.heads
+            )
             return mixed.transpose(1, 2).reshape(batch, seq, hidden)
         scores = query @ key.transpose(2, 3) * (hidden // self.heads) ** -0.5
         weights = self._drop(F.softmax(scores, -1))

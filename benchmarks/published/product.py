@@ -20,14 +20,15 @@ from autopar.plan import Plan
 from benchmarks.published import alpa, megatron, torchtitan
 from benchmarks.published.alpa_models import Mixture, MixtureSizes, WideResNet, WideSizes
 from benchmarks.published.models import GPT, Llama, Sizes
-from benchmarks.published.torchtitan import DEVICE, SIZES
+from benchmarks.published.torchtitan import SIZES
 
 NO_LIMIT = 1e16
-MEGATRON = "fused=mul+softmax,dropout+add merged loss=steps optimizer=60"
-MEGATRON_CORE = "merged loss=steps optimizer=44"
+MEGATRON = "fused=mul+softmax,dropout+add merged loss=inplace optimizer=60"
+MEGATRON_CORE = "merged loss=inplace optimizer=44"
 TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
-WIDE_RESNET = "compiled=all waits together optimizer=28"
+# Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
+WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
 BY_OPERATOR = "save linear:2 attention"
 
@@ -56,8 +57,9 @@ def megatron_plan(run: megatron.Run) -> Plan:
 def megatron_core_plan(run: megatron.Run) -> Plan:
     """The plan of a row of Megatron-Core's README."""
     sizes = Sizes(
-        run.hidden, run.heads, run.layers, run.vocab, run.seq, 0.0, tied=False, flash=True
-    )
+        run.hidden, run.heads, run.layers, run.vocab, run.seq, run.dropout, tied=False,
+        flash=True, groups=run.groups,
+    )  # fmt: skip
     with torch.device("meta"):
         model = GPT(sizes)
     return _pipeline(
@@ -90,7 +92,8 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     with torch.device("meta"):
         model = Llama(sizes)
         turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads // 2, dtype=torch.complex64)
-    words = ["loss=steps"] if run.tp > 1 else []  # torch.distributed.tensor.parallel's
+    # With tensor parallelism it is torch.distributed.tensor.parallel's loss.
+    words = ["loss=steps"] if run.tp > 1 else [f"loss={run.loss}"] if run.loss else []
     if run.compiled:
         words.append("compiled=blocks")
     if run.float8:
@@ -100,7 +103,7 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     given += [pins.megatron_sp("tp")] if run.tp > 1 else []
     return autopar.plan(
         model,
-        _axes(DEVICE, {name: size for name, size in axes.items() if size > 1}),
+        _axes(run.device, {name: size for name, size in axes.items() if size > 1}),
         example_inputs={
             **_tokens(run.batch * run.fsdp // run.cp, sizes.seq), "turns": turns
         },

@@ -62,7 +62,11 @@ KEPT = ("wq", "wv", "w1", "w2")  # what selective checkpointing keeps of the lin
 
 @dataclass(frozen=True)
 class Run:
-    """One row; `seq` is what a device has of a sequence, `fsdp` counts those of `cp` too."""
+    """One row; `seq` is what a device has of a sequence, `fsdp` counts those of `cp` too.
+
+    `loss` is "compiled" where torchtitan compiled its loss, as it does since 2025 (a comment in its
+    train.py of December 2024 says that it was turned off).
+    """
 
     model: str
     fsdp: int
@@ -75,6 +79,8 @@ class Run:
     rowwise: bool = False
     seq: int = 8192
     cp: int = 1
+    device: str = DEVICE
+    loss: str = ""
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import tomllib
 from importlib import resources
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from autopar.cost.attention_seconds import NAMES
 from autopar.cost.compute import gemm_seconds, kernel_seconds
 from autopar.cost.device import DTYPES, Device, device, devices
 from autopar.cost.model import AnalyticModel, Gemm, Work
+from autopar.cost.work import Convolved
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 from autopar.ir.tensor import DTYPE_BYTES
@@ -210,7 +212,7 @@ def test_every_device_has_all_keys_and_a_source() -> None:
     tables = tomllib.loads(text)
     assert {"V100", "A100-40", "A100-80", "H100", "H100-96", "H200", "B200", "cpu"} <= set(tables)
     wanted = {field.name for field in dataclasses.fields(Device)}
-    wanted -= {"name", "products", "attention", "links", "intra_pairs"}
+    wanted -= {"name", "products", "attention", "convolutions", "links", "intra_pairs"}
     for name, table in tables.items():
         assert set(table) - {"intra_pairs"} == wanted, name
         assert set(table["peak"]) == set(DTYPES), name
@@ -255,3 +257,44 @@ def test_nonsense_in_a_description_is_refused(bad: float, place: int) -> None:
 def test_an_efficiency_above_one_is_refused() -> None:
     with pytest.raises(CostError, match="memory_efficiency"):
         dataclasses.replace(H100.device, memory_efficiency=1.01)
+
+
+# Milliseconds that DeepBench published for V100 (results/train/DeepBench_NV_V100.xlsx), of rows to
+# which nothing was fitted: dtype, result, whether 3 x 3 pixels one apart, product, bytes.
+CONVOLVED = (
+    ("f32", "forward", True, (6272, 512, 2304), 23986176, 0.716),
+    ("f32", "image", True, (6272, 2304, 512), 23986176, 0.741),
+    ("f32", "image", True, (200704, 576, 128), 154435584, 1.209),
+    ("f32", "image", False, (5904, 6400, 512), 52723712, 3.672),
+    ("f16", "forward", True, (25088, 256, 1152), 19857408, 0.169),
+    ("f16", "image", True, (12544, 2304, 512), 21626880, 0.378),
+    ("f16", "weight", True, (576, 128, 200704), 77217792, 0.423),
+    ("f16", "weight", True, (2304, 512, 12544), 21626880, 0.33),
+)
+
+
+@pytest.mark.parametrize(("dtype", "result", "near", "sizes", "nbytes", "published"), CONVOLVED)
+def test_convolutions_take_what_was_published(
+    dtype: str,
+    result: Literal["forward", "image", "weight"],
+    near: bool,
+    sizes: tuple[int, int, int],
+    nbytes: int,
+    published: float,
+) -> None:
+    gemm = Gemm(1, *sizes)
+    found = kernel_seconds(
+        device(Mesh.parse("V100: gpu=1")), "aten.conv2d", gemm.flops, nbytes, dtype, gemm,
+        convolved=Convolved(result, near),
+    )  # fmt: skip
+    assert found * 1e3 == pytest.approx(published, rel=0.25)
+
+
+def test_winograd_saves_products_in_f32_only() -> None:
+    chip = device(Mesh.parse("H100: gpu=1"))
+    for dtype, faster in (("f32", True), ("bf16", False)):
+        one, other = (
+            chip.convolutions.rate(Convolved("forward", winograd), dtype)
+            for winograd in (True, False)
+        )
+        assert (one > 1.5 * other) == faster

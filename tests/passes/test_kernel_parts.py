@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cost.model import NodeWork
+from autopar.cost.operator_memory import recipe
 from autopar.errors import OptionError
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.executed.execution import Execution
+from autopar.ir.fusion.async_tensor_parallel import Beside
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
@@ -166,6 +168,64 @@ def test_linears_in_8_bits_are_cast_once_for_a_value_and_once_for_each_product_b
         assert all(work.dtype == "f8e4" for n in first for work in made[n.name].forward[1:])
 
 
+def test_gathers_before_products_scaled_by_rows_do_not_run_beside_them() -> None:
+    """As torch recognises none (pytorch issue 149990); scaled tensor by tensor they do."""
+
+    class Normed(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            loss: Tensor = self.down(F.silu(self.up(y)) * self.gate(y)).square().mean()
+            return loss
+
+    for text, beside in (("linears=float8", True), ("linears=float8-rows", False)):
+        graph = captured(Normed(), text)
+        shares = [n for n in graph.folded if n.op == "autopar.share"]
+        found = [linear for share in shares for linear in Beside(graph).readers(share)]
+        assert bool(found) == beside
+
+
+def test_a_loss_in_place_keeps_the_softmax_in_the_memory_of_the_logits() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(SIZE, INNER)
+
+        def forward(self, x: Tensor) -> Tensor:
+            labels = torch.zeros(ROWS, dtype=torch.long)
+            return F.cross_entropy(self.head(x) * 1.0, labels)
+
+    logits = 4 * ROWS * INNER
+    for loss, extra, gradient, temporary in (("steps", 1, 1, 2), ("inplace", 0, 0, 0)):
+        graph = captured(Loss(), f"loss={loss}")
+        (node,) = (n for n in graph.nodes if n.op == "aten.cross_entropy_loss")
+        into = tuple(Layout.replicated(len(graph[name].type.shape)) for name in node.inputs)
+        reads = tuple(graph[name] for name in node.inputs)
+        found = recipe(node, reads, into, (Layout.replicated(0),), ONE, accelerator=True)
+        assert sum(found.extra) // logits == extra
+        assert max(found.gradients[0], 0) == gradient * logits
+        assert found.backward_scratch == temporary * logits
+        assert (0 in found.saved) == (loss == "inplace")
+
+
+def test_convolutions_without_measured_algorithms_are_not_winograds() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near, self.far = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.far(self.near(x.view(1, 1, ROWS, SIZE))).square().mean()
+            return loss
+
+    for text, near in (("", True), ("convolutions=direct", False)):
+        made = works(captured(Mixed(), text))
+        convolved = [w.convolved for work in made.values() for w in work.forward if w.convolved]
+        assert [(one.result, one.winograd) for one in convolved] == [
+            ("forward", near),
+            ("forward", False),
+        ]
+
+
 def test_a_softmax_in_steps_reads_its_operand_again_for_each_reduction() -> None:
     """By hand: its maximum and its sum; backwards results and their gradients for one sum."""
 
@@ -210,7 +270,8 @@ def test_batch_statistics_are_complete_before_what_needs_them() -> None:
 
 def test_an_execution_and_its_graph_are_read_back() -> None:
     text = (
-        "compiled=blocks merged together loss=steps reductions=steps linears=float8 host=eager "
+        "compiled=blocks merged together loss=steps reductions=steps convolutions=direct "
+        "linears=float8 host=eager "
         "optimizer=28 reserve=0.15"
     )
     assert str(Execution.read(text)) == str(Execution.read(str(Execution.read(text))))

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from autopar.cost.device import device
+from autopar.cost.kernel_tables import Host
 from autopar.errors import InfeasibleError
 from autopar.inter_op.layers import find_layers, layers_at
 from autopar.inter_op.stage_values import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
+from autopar.intra_op.work.kernel_work import works
+from autopar.ir.executed.execution import Execution
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
@@ -170,6 +173,23 @@ def test_chunks_that_share_a_device_are_priced_within_their_share() -> None:
     assert fitting(told)
     assert min(fitting(told)) > roomy.seconds
     assert not fitting(costs(made, memory=limit))
+
+
+def test_a_stage_of_short_kernels_takes_as_long_as_its_host_issues_them() -> None:
+    """A block more takes as many kernels more as the simulator issues for it, each 75 us."""
+    made, one = layered(8), submeshes(CLUSTER)[0]
+    options = Options(execution=Execution.read("host=modules"))
+    asked = StageCosts(made, CLUSTER, options, ROOMY, most=8)
+    (short,), (long,) = (asked(1, end, one, 8) for end in (4, 5))
+    graph = prepare(made(8).graph, passes=FINDING)
+    plan = make_plan(graph, Mesh.parse("H100: gpu=1"), Options(), Trace(None))
+    kernels = works(graph, plan, options.table)
+    block = [kernels[name] for name in graph.repeats[0].iterations[0]]
+    host = Host.of("modules")
+    ahead, back = (sum(len(getattr(w, side)) for w in block) for side in ("forward", "backward"))
+    assert long.forward - short.forward == pytest.approx(host.operator * ahead)
+    assert long.backward - short.backward == pytest.approx(host.autograd * back)
+    assert short.seconds > 3 * costs(made)(1, 4, one, 8)[0].seconds
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def _as_part(local: Local, whole: NodeWork) -> NodeWork:
         return whole
     if part.fused or part.sums >= 0:
         return _fused(local)
-    if part.loss == "steps":
+    if part.loss in ("steps", "inplace"):
         return _in_steps(local, whole)
     if not whole.forward:
         return whole

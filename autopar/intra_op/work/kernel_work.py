@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.cost.work import Convolved
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.intra_op.work.kernel_parts_work import as_part
@@ -290,19 +292,30 @@ def _convolution(local: Local) -> NodeWork:
     groups = groups if isinstance(groups, int) and channels % groups == 0 else 1
     n, k = channels // groups, weight.numel // max(channels, 1)
     gemm = Gemm(groups, pixels, k, n) if transposed else Gemm(groups, pixels, n, k)
+    fast = not transposed and groups == 1 and _winograd(local.node, weight)
     forward = local.work(gemm.flops, local.read + local.written, gemm)
+    forward = replace(forward, convolved=Convolved("forward", fast))
     moved = image.nbytes + weight.nbytes + out.nbytes
     backward = []
-    shapes = (
-        Gemm(gemm.batch, gemm.m, gemm.k, gemm.n),
-        Gemm(gemm.batch, gemm.k, gemm.n, gemm.m),
+    gradients = (
+        (Gemm(gemm.batch, gemm.m, gemm.k, gemm.n), Convolved("image", fast)),
+        (Gemm(gemm.batch, gemm.k, gemm.n, gemm.m), Convolved("weight", fast)),
     )
     for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
-        if wanted and i < len(shapes):
-            backward.append(local.gradient(gemm.flops, moved, shapes[i]))
+        if wanted and i < len(gradients):
+            work = local.gradient(gemm.flops, moved, gradients[i][0])
+            backward.append(replace(work, convolved=gradients[i][1]))
         elif wanted:
             backward.append(_sum_gradient(local, local.operands[i]))
     return NodeWork((forward,), tuple(backward))
+
+
+def _winograd(node: Node, weight: TensorType) -> bool:
+    """Returns whether Winograd's transforms apply: to kernels of 3 x 3 that move by one pixel."""
+    given = (argument(node, 3, "stride", 1), argument(node, 5, "dilation", 1))
+    steps = (step if isinstance(step, (list, tuple)) else (step,) for step in given)
+    near = all(set(step) == {1} for step in steps)
+    return weight.shape[2:] == (3, 3) and near and not node.part.direct
 
 
 def _plain(local: Local, name: str) -> NodeWork:

@@ -10,11 +10,13 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     fused=mul+softmax   operators of these names that follow one another are one kernel; several
                         chains are separated by commas
     merged              linears that read the same value are one product
-    loss=steps          a cross entropy is a kernel for each of its steps; loss=compiled reads and
+    loss=steps          a cross entropy is a kernel for each of its steps; loss=inplace is the same,
+                        each in the memory of the logits, as Megatron's; loss=compiled reads and
                         writes the logits once in each direction
     reductions=steps    softmaxes, norms and a compiled loss read their operand again for each
                         reduction, as a compiler that ends a kernel there makes them (XLA until
                         2023: Snider & Liang, arXiv 2301.13062, section III)
+    convolutions=direct no algorithm of a convolution is chosen by measuring: none is Winograd's
     waits               collectives of parameters and gradients take turns with kernels
     together            gradients are reduced in place by one call behind the backward, and are
                         whole until then
@@ -33,12 +35,16 @@ from dataclasses import dataclass, fields
 from autopar.errors import OptionError
 
 REGIONS = ("blocks", "all")
-LOSSES = ("steps", "compiled")
+LOSSES = ("steps", "inplace", "compiled")
 REDUCTIONS = ("steps",)
+CONVOLUTIONS = ("direct",)
 NARROW = ("float8", "float8-rows", "mxfp8")
 _FLAGS = ("merged", "waits", "together")
 _NUMBERS = ("optimizer", "reserve")
-_KNOWN = {"compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW}
+_KNOWN = {
+    "compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW,
+    "convolutions": CONVOLUTIONS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Execution:
         merged: whether linears that read the same value are one product.
         waits: whether collectives of parameters and gradients take turns with kernels.
         together: whether gradients are reduced by one call behind the backward.
-        loss: "", "steps" or "compiled".
+        loss: "", "steps", "inplace" or "compiled".
         reductions: "" or "steps".
+        convolutions: "" or "direct".
         linears: "" or the 8-bit format of the linears of blocks.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
@@ -69,6 +76,7 @@ class Execution:
     together: bool = False
     loss: str = ""
     reductions: str = ""
+    convolutions: str = ""
     linears: str = ""
     host: str = ""
     optimizer: float = 0.0
@@ -157,6 +165,7 @@ class Part:
         sums: for a shared value, how many gradients meet; -1 for those of all readers.
         loss: how a cross entropy runs, as in `Execution`.
         rereads: whether it reads its operand again for each of its reductions.
+        direct: whether it is a convolution that multiplies every pixel.
     """
 
     fused: bool = False
@@ -168,6 +177,7 @@ class Part:
     sums: int = -1
     loss: str = ""
     rereads: bool = False
+    direct: bool = False
 
     def __str__(self) -> str:
         words = []

@@ -23,6 +23,8 @@ from autopar.ir.tensor import Layout
 ASYNC = "async_tensor_parallel"  # its name in `fuse`
 LINEAR, SHARE = "aten.linear", "autopar.share"
 DTYPES = ("f64", "f32", "bf16", "f16")
+# torch does not recognise gathers before products that are scaled by rows (pytorch issue 149990).
+ROWS = "float8-rows"
 # Operators allowed between a parameter and a linear.
 _OF_PARAMETERS = (SHARE, "aten.transpose.int", "aten.t", "aten.permute")
 
@@ -92,6 +94,7 @@ class Beside:
         home = self._home.get(reader.name)
         fits = (
             self._fits(node)
+            and node.part.narrow != ROWS
             and node.inputs.count(node.inputs[0]) == 1
             and graph.template[node.name] == node.name
             and self._home.get(node.name) == home

@@ -35,7 +35,7 @@ from autopar.planning.pipelines.borders import Messages
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
-from autopar.planning.prices import cost_model
+from autopar.planning.prices import cost_model, host_of
 from autopar.simulate import (
     fixed_bytes,
     issued_seconds,
@@ -187,7 +187,7 @@ def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Predicti
 def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
     """Simulates one stage on one microbatch under some prices."""
     chip = device(plan.mesh)
-    usual = settings_on(plan.mesh.device, graph.execution)
+    usual = settings_on(plan.mesh.device, graph.execution, host_of(model))
     settings = replace(usual, overlap=frozenset())
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)

@@ -40,6 +40,7 @@ from autopar.planning.kernel_savings import applicable
 from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
+from autopar.planning.pipelines.issuing import issuing
 from autopar.planning.pipelines.layered import Layered, Signature, runs, unlike
 from autopar.planning.pipelines.repeated import kept_each
 from autopar.planning.pipelines.stage_pins import pins_of
@@ -54,8 +55,9 @@ from autopar.planning.pipelines.variants import (
     front,
     partly,
 )
-from autopar.planning.prices import by_kind, cost_model, slowdown_of
+from autopar.planning.prices import by_kind, cost_model, host_of, slowdown_of
 from autopar.planning.recomputation import parse_recompute
+from autopar.simulate import settings_on
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
@@ -369,13 +371,13 @@ class StageCosts:
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
         once, each = self.streamed.copies(self.mesh.size // mesh.size, microbatches)
-        precision = self.options.precision
-        held = tuple(kept_each(built, graph, mesh, n, o, each, precision) for n, o in pairs)
-        further = tuple(once.of_choices(graph, mesh, n, o, precision) for n, o in pairs)
-        taken, late = self.streamed.taken(microbatches), self.streamed.late
+        held = tuple(kept_each(built, graph, mesh, n, o, each, given.precision) for n, o in pairs)
+        further = tuple(once.of_choices(graph, mesh, n, o, given.precision) for n, o in pairs)
+        host = settings_on(mesh.device, self.options.execution, host_of(model)).host
         return StageProblem(
-            built, grows, edges, counts, tuple(updates), held, recompute, further, taken, late
-        )
+            built, grows, edges, counts, tuple(updates), held, recompute, further,
+            given.microbatches, self.streamed.late, issuing(graph, mesh, host, table),
+        )  # fmt: skip
 
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool

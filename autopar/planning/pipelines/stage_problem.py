@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from autopar.inter_op.stage_values import Candidate
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.ir.graph import Graph
+from autopar.planning.pipelines.issuing import Issued
 
 Floats = NDArray[np.float64]
 
@@ -33,6 +34,8 @@ class StageProblem:
             microbatch in flight.
         taken: number of microbatches whose gradients one update takes.
         late: whether gradients are summed beside later steps.
+        issued: seconds in which the host issues a node's kernels, forwards and backwards; it bounds
+            a microbatch.
     """
 
     built: Built
@@ -45,6 +48,7 @@ class StageProblem:
     further: tuple[tuple[float, ...], ...]
     taken: int
     late: bool = False
+    issued: Issued = field(default_factory=dict)
 
     def chosen_in(self, other: StageProblem, choice: tuple[int, ...]) -> tuple[int, ...] | None:
         """Translates a choice to another problem of the stage; None if that lacks an option."""
@@ -98,11 +102,16 @@ class StageProblem:
         built = self.built
         whole = beside = reduced = gathered = update = fixed = each = small = 0.0
         forward = backward = again = 0.0  # of kernels
+        issued = np.zeros(2)
         for at, (node, index, run) in enumerate(
             zip(built.problem.nodes, choice, self.grows, strict=True)
         ):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * node.cost[index]
+            own = np.array(self.issued.get(built.names[at], (0.0, 0.0)))
+            if self.recompute == "full" and run >= 0:
+                own[1] += own[0]
+            issued += ratio * own
             once_forward = ratio * _at(built.forward, node.name, index)
             forward += once_forward
             count = self.counts[run] if run >= 0 else 1
@@ -134,8 +143,8 @@ class StageProblem:
         once = (0.0 if self.late else once) + gathered + update
         peak = evaluate(built.problem, choice).peak
         return Candidate(
-            forward=seconds - max(after, 0.0),
-            backward=max(after, 0.0),
+            forward=max(seconds - max(after, 0.0), float(issued[0])),
+            backward=max(after, float(issued[1])),
             once=max(once, 0.0) * microbatches / self.taken,
             fixed=fixed,
             per_microbatch=each,

@@ -39,6 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.clocks import Bench, timing
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.group import Group
+from autopar.runtime.communication.measure_host import host_figures
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WIDTH = 256  # row length of normalisations and softmax
@@ -260,6 +261,8 @@ def _plan(
         for length in chosen.sequences:
             name = f"attention over {length} {dtype}"
             yield name, partial(_kernels, bench, dtype, attention(length, size))
+    if bench.device.type != "cpu":  # where the host does the work itself
+        yield "the host", lambda: list(host_figures(bench, comm.group(comm.mesh.names)))
     for axes, payload in itertools.product(groups(comm.mesh), chosen.payloads):
         for kind in COLLECTIVES:
             name = f"{kind} of {payload} bytes over {', '.join(axes)}"
