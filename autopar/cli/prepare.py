@@ -1,13 +1,23 @@
-"""`autopar prepare`: compiles the planner's loops ahead of the first plan."""
+"""`autopar prepare`: compiles the planner and traces models ahead of the first plan."""
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import io
+from pathlib import Path
 
 import click
 
+import autopar
 from autopar.cli.common.console import say, stages
+from autopar.cli.common.kept_graphs import kept_beside_package
+from autopar.cli.common.model_options import capture_model
+from autopar.ir.fusion import choose
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+from autopar.zoo import names, spec
 
 # Plans that run every compiled loop: within little memory, and with stages.
 PLANS = (
@@ -17,20 +27,33 @@ PLANS = (
 
 
 @click.command("prepare")
-def command() -> None:
-    """Compile the planner's loops now, so that the first plan need not.
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+def command(models: tuple[str, ...]) -> None:
+    """Compile the planner and trace models now, so that the first plan need not.
 
-    Their code is kept beside the package, or in the user's cache folder if the package cannot be
+    MODEL is a name of the zoo; all of its models are traced by default, at their usual batch. Code
+    and traces are kept beside the package, or in the user's cache folder if the package cannot be
     written; run it once after an installation, or while an image is built.
 
     \b
     autopar prepare
+    autopar prepare gpt2 llama-3-8b
     """
     from autopar.cli.plan import command as plan
 
+    for name in models:
+        spec(name)  # refuses an unknown name before any work
+    traced = models or names()
     with stages(quiet=False) as stage:
+        # An installation by pip has compiled its modules, a checkout has not.
+        compileall.compile_dir(Path(autopar.__file__).parent, quiet=2)
         for number, words in enumerate(PLANS, 1):
             stage(f"plan {number} of {len(PLANS)}")
             with contextlib.redirect_stdout(io.StringIO()):
                 plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
-    say("the planner's loops are compiled")
+        for number, name in enumerate(traced, 1):
+            stage(f"{name}: model {number} of {len(traced)}")
+            with kept_beside_package():
+                wanted = ModelSpec(name, None, None, None)
+                capture_model(wanted, Options(fuse=choose(False)), Trace(None))
+    say(f"the planner is compiled, and {len(traced)} models are traced")
