@@ -5,14 +5,20 @@ from __future__ import annotations
 import compileall
 import contextlib
 import io
+import math
+from itertools import combinations
 from pathlib import Path
 
 import click
+import numpy as np
 
 import autopar
 from autopar.cli.common.console import say, stages
 from autopar.cli.common.kept_graphs import kept_beside_package
 from autopar.cli.common.model_options import capture_model
+from autopar.intra_op.problem import Choices, Edge, Problem, frugal
+from autopar.intra_op.solvers._large.search_large import large
+from autopar.intra_op.solvers._search import Search
 from autopar.ir.fusion import choose
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
@@ -51,9 +57,22 @@ def command(models: tuple[str, ...]) -> None:
             stage(f"plan {number} of {len(PLANS)}")
             with contextlib.redirect_stdout(io.StringIO()):
                 plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
+        large(Search(dense_problem(), math.inf, 0.0, None, work=0.01))
         for number, name in enumerate(traced, 1):
             stage(f"{name}: model {number} of {len(traced)}")
             with kept_beside_package():
                 wanted = ModelSpec(name, None, None, None)
                 capture_model(wanted, Options(fuse=choose(False)), Trace(None))
     say(f"the planner is compiled, and {len(traced)} models are traced")
+
+
+def dense_problem() -> Problem:
+    """Returns a problem that no reduction shrinks, for the search on large problems."""
+    draw = np.random.default_rng(0)
+    count, size = 8, 4
+    nodes = tuple(
+        Choices(f"v{v}", ("",) * size, tuple(draw.random(size)), tuple(draw.random(size)), (0, 1))
+        for v in range(count)
+    )
+    edges = tuple(Edge(*ends, draw.random((size, size))) for ends in combinations(range(count), 2))
+    return Problem("dense", nodes, edges, 2 * sum(frugal(nodes)[1].values()))
