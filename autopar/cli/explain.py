@@ -181,7 +181,7 @@ def explained(
     chosen: StagePlan,
     limit: float,
     known: dict[str, OpRule] | None = None,
-    price: CostModel | None = None,
+    price: CostModel | Prices | None = None,
     repeated: Repeated | None = None,
     peak: float | None = None,
 ) -> Explanation:
@@ -192,7 +192,7 @@ def explained(
         chosen: its plan.
         limit: memory of one device in bytes.
         known: sharding rules by operator; None for the built-in ones.
-        price: prices kernels and collectives; None for closed forms.
+        price: prices kernels and collectives, or these looked up before; None for closed forms.
         repeated: for a stage of a pipeline, how often it runs in a step. The explanation is then
             that of one microbatch: work that is done once in a step overlaps with the last
             backward only, and activations of other microbatches are in memory.
@@ -201,7 +201,8 @@ def explained(
     Returns:
         The explanation: seconds and bytes by cause, operator and parameter.
     """
-    price = Prices(chosen.mesh, price or AnalyticModel(chosen.mesh, in_step=True))
+    if not isinstance(price, Prices):
+        price = Prices(chosen.mesh, price or AnalyticModel(chosen.mesh, in_step=True))
     slowdown = slowdown_of(chosen.mesh, graph.execution)
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, price, rules, pins, _assumptions(chosen))

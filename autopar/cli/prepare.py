@@ -1,13 +1,29 @@
-"""`autopar prepare`: compiles the planner's loops ahead of the first plan."""
+"""`autopar prepare`: compiles the planner and traces models ahead of the first plan."""
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import io
+import math
+from itertools import combinations
+from pathlib import Path
 
 import click
+import numpy as np
 
+import autopar
 from autopar.cli.common.console import say, stages
+from autopar.cli.common.kept_graphs import kept_beside_package
+from autopar.cli.common.model_options import capture_model
+from autopar.intra_op.problem import Choices, Edge, Problem, frugal
+from autopar.intra_op.solvers._large.search_large import large
+from autopar.intra_op.solvers._search import Search
+from autopar.ir.fusion import choose
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+from autopar.zoo import names, spec
 
 # Plans that run every compiled loop: within little memory, and with stages.
 PLANS = (
@@ -17,20 +33,46 @@ PLANS = (
 
 
 @click.command("prepare")
-def command() -> None:
-    """Compile the planner's loops now, so that the first plan need not.
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+def command(models: tuple[str, ...]) -> None:
+    """Compile the planner and trace models now, so that the first plan need not.
 
-    Their code is kept beside the package, or in the user's cache folder if the package cannot be
+    MODEL is a name of the zoo; all of its models are traced by default, at their usual batch. Code
+    and traces are kept beside the package, or in the user's cache folder if the package cannot be
     written; run it once after an installation, or while an image is built.
 
     \b
     autopar prepare
+    autopar prepare gpt2 llama-3-8b
     """
     from autopar.cli.plan import command as plan
 
+    for name in models:
+        spec(name)  # refuses an unknown name before any work
+    traced = models or names()
     with stages(quiet=False) as stage:
+        # An installation by pip has compiled its modules, a checkout has not.
+        compileall.compile_dir(Path(autopar.__file__).parent, quiet=2)
         for number, words in enumerate(PLANS, 1):
             stage(f"plan {number} of {len(PLANS)}")
             with contextlib.redirect_stdout(io.StringIO()):
                 plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
-    say("the planner's loops are compiled")
+        large(Search(dense_problem(), math.inf, 0.0, None, work=0.01))
+        for number, name in enumerate(traced, 1):
+            stage(f"{name}: model {number} of {len(traced)}")
+            with kept_beside_package():
+                wanted = ModelSpec(name, None, None, None)
+                capture_model(wanted, Options(fuse=choose(False)), Trace(None))
+    say(f"the planner is compiled, and {len(traced)} models are traced")
+
+
+def dense_problem() -> Problem:
+    """Returns a problem that no reduction shrinks, for the search on large problems."""
+    draw = np.random.default_rng(0)
+    count, size = 8, 4
+    nodes = tuple(
+        Choices(f"v{v}", ("",) * size, tuple(draw.random(size)), tuple(draw.random(size)), (0, 1))
+        for v in range(count)
+    )
+    edges = tuple(Edge(*ends, draw.random((size, size))) for ends in combinations(range(count), 2))
+    return Problem("dense", nodes, edges, 2 * sum(frugal(nodes)[1].values()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
@@ -64,7 +64,21 @@ def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
     choices += [f"{PARTIAL}{i or ''}" for i in range(len(signature.linear))]
     choices += [VARYING] if signature.varying else []
     axes = [axis for axis in mesh.axes if axis.size > 1]
-    return tuple(_build(signature, mesh, parts) for parts in _assignments(signature, axes, choices))
+
+    def tensor(dims: Dims, operand: int | None) -> _Tensor:
+        effects = {part: _effect(part, dims, signature, operand) for part in choices}
+        return _Tensor(len(dims), effects)
+
+    operands = [tensor(dims, number) for number, dims in enumerate(signature.operands)]
+    results = [tensor(dims, None) for dims in signature.results]
+    return tuple(
+        Strategy(
+            parts,
+            tuple(tensor.layout(parts) for tensor in operands),
+            tuple(tensor.layout(parts) for tensor in results),
+        )
+        for parts in _assignments(signature, axes, choices)
+    )
 
 
 def form_strategies(
@@ -126,34 +140,44 @@ def _splits(signature: Signature, part: str, count: int) -> bool:
     return True
 
 
-def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Strategy:
-    operands = tuple(
-        _layout(dims, parts, signature, operand) for operand, dims in enumerate(signature.operands)
-    )
-    results = tuple(_layout(dims, parts, signature, None) for dims in signature.results)
-    return Strategy(parts, operands, results)
+class _Tensor:
+    """An operand or a result.
+
+    Args:
+        rank: number of its dimensions.
+        effects: what each part does along its axis: the dimension that it splits, PARTIAL, VARYING
+            or NOTHING.
+    """
+
+    def __init__(self, rank: int, effects: Mapping[str, int | str]) -> None:
+        self.rank, self.effects = rank, effects
+
+    def layout(self, parts: tuple[tuple[str, str], ...]) -> Layout:
+        """Returns its layout under a strategy."""
+        split: list[tuple[str, ...]] = [()] * self.rank
+        partial, varying = list[str](), list[str]()
+        for axis, part in parts:
+            effect = self.effects[part]
+            if isinstance(effect, int):
+                split[effect] = (*split[effect], axis)
+            elif effect == PARTIAL:
+                partial.append(axis)
+            elif effect == VARYING:
+                varying.append(axis)
+        return Layout(tuple(split), tuple(partial), tuple(varying))
 
 
-def _layout(
-    dims: Dims, parts: tuple[tuple[str, str], ...], signature: Signature, operand: int | None
-) -> Layout:
-    """Returns the layout of the operand with that number, or of a result."""
-    split: list[tuple[str, ...]] = [()] * len(dims)
-    partial, varying = [], []
-    for axis, part in parts:
-        if part == NOTHING:
-            continue
-        factors = part.split(TOGETHER)
-        where = [i for i, dim in enumerate(dims) if any(_leads(f, dim, signature) for f in factors)]
-        if where:
-            split[where[0]] = (*split[where[0]], axis)
-        elif operand is None and part in signature.exchanged:
-            continue  # the operator has already combined it
-        elif _summed(part, signature, operand):
-            partial.append(axis)
-        else:
-            varying.append(axis)
-    return Layout(tuple(split), tuple(partial), tuple(varying))
+def _effect(part: str, dims: Dims, signature: Signature, operand: int | None) -> int | str:
+    """Returns what a part does to the operand with that number, or to a result, along its axis."""
+    if part == NOTHING:
+        return NOTHING
+    factors = part.split(TOGETHER)
+    for number, dim in enumerate(dims):
+        if any(_leads(factor, dim, signature) for factor in factors):
+            return number
+    if operand is None and part in signature.exchanged:
+        return NOTHING  # the operator has already combined it
+    return PARTIAL if _summed(part, signature, operand) else VARYING
 
 
 def _summed(part: str, signature: Signature, operand: int | None) -> bool:

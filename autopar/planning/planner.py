@@ -57,6 +57,7 @@ def make_plan(
     options: Options,
     trace: Trace,
     repeated: Repeated | None = None,
+    known: Prices | None = None,
 ) -> StagePlan:
     """Returns the fastest plan within memory.
 
@@ -67,6 +68,7 @@ def make_plan(
         trace: writes the problem and the plan.
         repeated: for a stage, how often it runs in a step; the plan's predictions are then those of
             one microbatch, with its share of what a step does once.
+        known: prices of this mesh under these options that an earlier plan has looked up.
 
     Raises:
         InfeasibleError: no plan fits into memory.
@@ -76,9 +78,10 @@ def make_plan(
             `autopar.pins` does not apply.
     """
 
-    def planned(options: Options, mesh: Mesh) -> StagePlan:
-        planner = Planner(graph, mesh, options, trace, repeated)
-        return planner.plan(limit_of(mesh, options))
+    def planned(options: Options, devices: Mesh) -> StagePlan:
+        shared = known if devices == mesh else None
+        planner = Planner(graph, devices, options, trace, repeated, shared)
+        return planner.plan(limit_of(devices, options))
 
     plan = planned(options, mesh) if repeated else with_remedies(planned, options, mesh)
     trace("plan.toml", lambda: str(Plan.of(plan)))
@@ -98,6 +101,7 @@ class Planner:
         options: Options,
         trace: Trace,
         repeated: Repeated | None = None,
+        known: Prices | None = None,
     ) -> None:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.repeated = repeated
@@ -106,7 +110,7 @@ class Planner:
             options.pins, graph, mesh, options.table, stored=options.state is None
         )
         self.prices = cost_model(mesh, options)
-        self.known = Prices(mesh, self.prices)
+        self.known = known or Prices(mesh, self.prices)
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches

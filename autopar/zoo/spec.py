@@ -6,6 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -59,5 +60,6 @@ def spec(name: str) -> Spec:
     return Spec(name=name, **{"seq": None, **table[name]})
 
 
+@cache
 def _table() -> dict[str, dict[str, Any]]:
     return tomllib.loads(resources.files("autopar.zoo").joinpath("models.toml").read_text("utf-8"))

@@ -11,6 +11,8 @@ from rich.table import Table
 from autopar.cli.common import kept_graphs
 from autopar.cli.common.console import foldable
 from autopar.cli.common.planning_profile import Sampler
+from autopar.plan_entries import ModelSpec
+from autopar.zoo import spec
 
 
 class Asked:
@@ -72,6 +74,27 @@ def test_old_entries_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.txt")) <= 1000
     kept = Asked("never")
     assert kept_graphs.remembered_text(7, kept) == "x" * 200
+
+
+def test_what_is_prepared_serves_users_with_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_graphs, "BESIDE", tmp_path / "package" / "graphs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "installer"))
+    answer = Asked("graph")
+    with kept_graphs.kept_beside_package():
+        kept_graphs.remembered_text("q", answer)
+    kept_graphs.remembered_text("another question", Asked("b"))
+    assert len(list((tmp_path / "package").rglob("*.txt"))) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert kept_graphs.remembered_text("q", answer) == "graph"
+    assert answer.times == 1
+
+
+def test_the_usual_batch_is_one_entry_whether_it_is_named_or_not() -> None:
+    usual = spec("gpt2")
+    named = ModelSpec("gpt2", usual.batch, usual.seq, 4)
+    assert kept_graphs._identity(named) == kept_graphs._identity(ModelSpec("gpt2", None, None, 4))
 
 
 def test_narrow_tables_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.cli.prepare import dense_problem
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
 from autopar.intra_op.solvers import solve
@@ -15,6 +16,7 @@ from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import swap_all, usage
 from autopar.intra_op.solvers._moves import local
+from autopar.intra_op.solvers._search import Search
 from tests.intra_op.test_trees import drawn
 
 
@@ -94,3 +96,11 @@ def test_the_same_seed_gives_the_same_choice(
     found = [solve(problem, "ilp", time_limit=0.5, seed=1, gap=0.0) for _ in range(2)]
     assert found[0].choice == found[1].choice
     assert found[0].ended == "work"
+
+
+def test_what_is_compiled_ahead_is_all_that_the_search_runs() -> None:
+    """The problem of `autopar prepare` is left whole, and a choice is priced, fitted and kicked."""
+    search = Search(dense_problem(), 60.0, 0.0, None, work=0.01)
+    assert search.core.nodes == len(search.problem.nodes)
+    search_large.large(search)
+    assert evaluate(search.problem, search.solution("auto")).feasible

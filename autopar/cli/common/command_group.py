@@ -54,7 +54,9 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a command; None if there is none of that name."""
-        entry = self.entries.get(cmd_name)
+        # The module that is named like the command is read first, and usually the only one.
+        known = _entries(self.package, cmd_name.replace("-", "_"))
+        entry = next((entry for name, entry in known if name == cmd_name), None)
         if entry is None:
             return None
         command = getattr(import_module(entry.module), entry.function)
@@ -88,10 +90,10 @@ class Group(click.Group):
         ctx.exit(2)
 
 
-def _entries(package: str) -> Iterator[tuple[str, Entry]]:
-    """Yields the commands that the modules of a package define."""
+def _entries(package: str, first: str = "") -> Iterator[tuple[str, Entry]]:
+    """Yields the commands that the modules of a package define, those of one module first."""
     for folder in import_module(package).__path__:
-        for info in pkgutil.iter_modules([folder]):
+        for info in sorted(pkgutil.iter_modules([folder]), key=lambda info: info.name != first):
             if info.ispkg:
                 continue
             tree = ast.parse((Path(folder) / f"{info.name}.py").read_text(encoding="utf-8"))

@@ -1,5 +1,7 @@
 """Graphs of models that were traced before, kept in the user's cache folder.
 
+Those that `autopar prepare` traces are kept beside the package, for all of its users.
+
 A model of the zoo or of `hf:` is data: its graph follows from its configuration, the sizes of its
 batch, the options of capture, and the versions of torch, transformers and autopar. The name of an
 entry is a hash of all of them, autopar's by the content of its sources, so a stale entry is never
@@ -14,7 +16,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +33,9 @@ from autopar.zoo import spec
 
 ENTRY = Kind("a traced graph", ModelFileError, limit=256 * MIB)
 MOST = 256 * MIB  # of all entries; the oldest go first
+BESIDE = Path(autopar.__file__).parent / "__pycache__" / "graphs"  # as compiled code lies
 _VERSIONS = ("torch", "transformers", "numpy")
+_AHEAD: ContextVar[bool] = ContextVar("_AHEAD", default=False)
 
 
 def cache_folder() -> Path | None:
@@ -38,6 +43,24 @@ def cache_folder() -> Path | None:
     with contextlib.suppress(RuntimeError):  # no home is known
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
     return None
+
+
+@contextlib.contextmanager
+def kept_beside_package() -> Iterator[None]:
+    """Keeps new entries beside the package, if that can be written, and not for this user only."""
+    token = _AHEAD.set(True)
+    try:
+        yield
+    finally:
+        _AHEAD.reset(token)
+
+
+def _folders() -> list[Path]:
+    """Returns the folders of entries, the first of which gets new ones."""
+    own = cache_folder()
+    mine = [] if own is None else [own / "graphs"]
+    ahead = _AHEAD.get() and os.access(Path(autopar.__file__).parent, os.W_OK)
+    return [BESIDE] if ahead else [*mine, BESIDE]
 
 
 def remembered(wanted: ModelSpec, options: Options, trace: Callable[[], Graph]) -> Graph:
@@ -65,16 +88,15 @@ def depth_of(wanted: ModelSpec, count: Callable[[], int | None]) -> int | None:
 def remembered_text(question: object, answer: Callable[[], str]) -> str:
     """Returns the answer to a question under these versions, from the cache or by `answer`."""
     name = hashlib.sha256(json.dumps([question, _versions()]).encode()).hexdigest()
-    folder = cache_folder()
-    path = None if folder is None else folder / "graphs" / f"{name}.txt"
-    if path is not None and (known := _read(path)) is not None:
-        return known
-    text = answer()
-    if path is not None:
-        with contextlib.suppress(OSError, AutoparError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            ENTRY.write(path, f"{_digest(text)}\n{text}")
-            _shrink(path.parent)
+    folders = _folders()
+    for folder in folders:
+        if (known := _read(folder / f"{name}.txt")) is not None:
+            return known
+    text, folder = answer(), folders[0]
+    with contextlib.suppress(OSError, AutoparError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o755 if folder == BESIDE else 0o700)
+        ENTRY.write(folder / f"{name}.txt", f"{_digest(text)}\n{text}")
+        _shrink(folder)
     return text
 
 
@@ -105,12 +127,13 @@ def _digest(text: str) -> str:
 
 def _identity(wanted: ModelSpec) -> list[object]:
     """Returns what a model is, by content."""
-    sizes = [wanted.batch, wanted.seq, wanted.layers]
     if wanted.source.startswith("hf:"):
         path = Path(wanted.source.removeprefix("hf:"))
         path = path / "config.json" if os.path.isdir(path) else path
-        return ["hf", ENTRY.text(path), *sizes]
-    return ["zoo", repr(spec(wanted.source)), *sizes]
+        return ["hf", ENTRY.text(path), wanted.batch, wanted.seq, wanted.layers]
+    usual = spec(wanted.source)
+    sizes = [wanted.batch or usual.batch, wanted.seq or usual.seq, wanted.layers]
+    return ["zoo", repr(usual), *sizes]
 
 
 def _capture_options(options: Options) -> list[object]:

@@ -21,6 +21,7 @@ from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.strategy import form_strategies
@@ -49,6 +50,7 @@ class Case:
         calibration: a file of measured prices.
         whole: the mesh of all stages.
         repeated: for a stage of a pipeline, how often it runs in a step.
+        known: the prices of the plan, looked up once for all questions.
     """
 
     plan: StagePlan
@@ -60,6 +62,7 @@ class Case:
     calibration: Path | None
     whole: Mesh
     repeated: Repeated | None
+    known: Prices
 
     def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[StagePlan, float]:
         """Plans the model under the plan's own pins and additional ones.
@@ -82,7 +85,9 @@ class Case:
             self.plan, memory=memory, pins=all_pins, table=self.rules,
             calibration=self.calibration, whole=self.whole,
         )  # fmt: skip
-        plan = make_plan(self.graph, self.plan.mesh, options, self.tracer, self.repeated)
+        plan = make_plan(
+            self.graph, self.plan.mesh, options, self.tracer, self.repeated, self.known
+        )
         return plan, time.perf_counter() - began
 
     def pins(self, node: str) -> dict[str, str]:
@@ -92,7 +97,7 @@ class Case:
 
     def compared(self, other: StagePlan, nodes: Collection[str]) -> Difference:
         """Returns the difference to another plan, without its pins and its changes at `nodes`."""
-        price = prices(self.plan, self.calibration, self.whole, must=True).collective
+        price = self.known.collective
         same_pins = replace(other, pins=self.plan.pins)
         full = difference(self.plan, same_pins, (self.graph, self.graph), (price, price))
         others = tuple(change for change in full.changes if not {*change.nodes} & {*nodes})
@@ -148,12 +153,12 @@ def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any)
     plan, graph, repeated = part.plan, part.graph, part.repeated
     memory: str | None = given["memory"]
     limit = limit_of_plan(plan) if memory is None else parse_quantity(memory, "B")
-    by = prices(plan, calibration, part.whole, must=True)
+    by = Prices(plan.mesh, prices(plan, calibration, part.whole, must=True))
     explanation = explained(graph, plan, limit, known, by, repeated)
     plan = replace(plan, predicted=repriced(explanation, graph))
     edited = explanation.stale
     tracer = Stages(None, stage)
-    return Case(plan, graph, edited, known, limit, tracer, calibration, part.whole, repeated)
+    return Case(plan, graph, edited, known, limit, tracer, calibration, part.whole, repeated, by)
 
 
 def _stage_of(opened: Opened, name: str) -> int:

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from networkx.utils import UnionFind
-
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, Signature, resolve
+from autopar.intra_op.union_find import UnionFind
 from autopar.ir.graph import Graph, Node
 
 Atom = tuple[str, str]  # a node and a factor of its rule, or a part that was cut off one
@@ -127,7 +126,7 @@ class _Ties:
     """Union-find over atoms, each of which may be cut into an outer and an inner part."""
 
     def __init__(self) -> None:
-        self.forest = UnionFind()
+        self.forest = UnionFind[Atom]()
         self.size: dict[Atom, int] = {}
         self.parts: dict[Atom, tuple[Atom, Atom]] = {}
 
@@ -139,7 +138,7 @@ class _Ties:
     def leaves(self, atoms: Iterable[Atom]) -> Iterator[Atom]:
         """Yields the atoms that remain after all cuts: one representative of each class."""
         for atom in atoms:
-            root: Atom = self.forest[atom]
+            root = self.forest[atom]
             if root in self.parts:
                 yield from self.leaves(self.parts[root])
             else:

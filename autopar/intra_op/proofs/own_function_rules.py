@@ -18,14 +18,13 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 
-from networkx.utils import UnionFind
-
 from autopar.errors import RuleError
 from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.pins.dims import Dims, find_dims
 from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.proofs.terms import Factor, write
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.union_find import UnionFind
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.own_functions import FUNCTION, SPLIT, Joint
@@ -101,7 +100,7 @@ def _proved(
 
 def _factors(both: Joint, dims: Dims) -> Iterator[Factor]:
     """Yields sets of dimensions that run through forward and backward."""
-    graph, classes = both.graph, UnionFind(range(len(dims.sizes)))
+    graph, classes = both.graph, UnionFind[int]()
     values, owed = both.operands + both.results, both.gradients + both.cotangents
     for value, gradient in zip(values, owed, strict=True):
         pairs = zip(dims.of(value), dims.of(gradient), strict=True) if gradient else ()
