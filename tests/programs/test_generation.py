@@ -234,7 +234,7 @@ class Own(nn.Module):
         seen, keys = 0, tokens
         if past_key_values is not None:
             seen, keys = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(tokens)[0]
-        mask = torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+        mask = self.mask(seen, tokens, keys)
         for layer, projection in enumerate(self.projections):
             parts = projection(x).chunk(3, -1)
             q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in parts)
@@ -244,6 +244,23 @@ class Own(nn.Module):
             x = x + attended.transpose(1, 2).flatten(2)
         logits: Tensor = self.head(x)
         return logits
+
+    def mask(self, seen: Any, tokens: int, keys: int) -> Tensor:
+        return torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+
+
+class Windowed(Own):
+    """Attends to three tokens by a table, as GPT-Neo, whose rows it counts from the last key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = torch.arange(32)
+        away = places[:, None] - places
+        self.register_buffer("window", (away >= 0) & (away < 3), persistent=False)
+
+    def mask(self, seen: Any, tokens: int, keys: int) -> Tensor:
+        table: Tensor = self.window
+        return table[keys - tokens : keys, :keys]
 
 
 def test_a_model_of_ones_own_generates_by_a_plan() -> None:
@@ -328,6 +345,11 @@ def test_what_cannot_be_generated_is_refused_by_name() -> None:
         model.generation_config.no_repeat_ngram_size = 2
         with pytest.raises(OptionError, match="no_repeat_ngram_size"):
             program.generate(given["input_ids"])
+    with (
+        autopar.compile(Windowed(), "cpu: gpu=1") as program,
+        pytest.raises(CaptureError, match="'window' at a place that the number of keys gives"),
+    ):
+        program.generate(given["input_ids"], max_new_tokens=NEW)
     with (
         autopar.compile(nn.Linear(2, 2), "cpu: gpu=1") as program,
         pytest.raises(CaptureError, match="past_key_values"),
