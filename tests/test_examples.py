@@ -70,7 +70,7 @@ def test_losses_are_those_of_the_originals(tmp_path: Path) -> None:
         assert own == pytest.approx(plain, rel=exact, abs=1e-12), name
         if name == "ppo":  # the score of every turn, and then losses of four updates
             scores = own[::9]
-            assert sum(scores[-3:]) > 1.2 * sum(scores[:3])
+            assert sum(scores[-3:]) > sum(scores[:3]) + 0.1
         elif name != "grpo":  # whose losses are not comparable from step to step
             assert sum(own[-3:]) < sum(own[:3]), name
     assert (tmp_path / "lora" / "adapter_config.json").exists()
