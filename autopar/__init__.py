@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar import callbacks, outer, pins
-    from autopar.compile import compile, emit, load, plan, plan_together
+    from autopar.compile import compile, compile_together, emit, load, plan, plan_together
     from autopar.generation_plan import GenerationPlan
     from autopar.intra_op.pins.named_dims import layout
     from autopar.intra_op.rule import OpRule, rule
@@ -41,6 +41,7 @@ __all__ = [
     "Session",
     "callbacks",
     "compile",
+    "compile_together",
     "emit",
     "groups",
     "layout",
@@ -66,6 +67,7 @@ _HOMES = {
     "Plan": "plan",
     "Precision": "ir.precision",
     "Session": "session.session",
+    "compile_together": "compile",
     "emit": "compile",
     "groups": "runtime.update.groups",
     "layout": "intra_op.pins.named_dims",

@@ -48,6 +48,7 @@ from autopar.session.keywords import (
     PlanKeywords,
     TrainKeywords,
     check,
+    of_a_plan,
     outer_of,
     planning_options,
     running,
@@ -140,7 +141,7 @@ def plan_together(
     arguments, and one rank plans for all.
 
     Args:
-        models: name -> the arguments of `plan` without the mesh and the memory: model,
+        models: name -> the arguments of `compile` without the mesh and the memory: model,
             example_inputs, optimizer and options. Parameters without requires_grad have neither
             gradients nor states.
         mesh: the devices.
@@ -164,10 +165,36 @@ def plan_together(
     limit = limit_of(devices, replace(Options(), memory=memory))
 
     def planner(arguments: Mapping[str, Any]) -> Callable[[float], Plan]:
-        return lambda most: plan(mesh=devices, memory=most, **arguments)
+        stated = of_a_plan(arguments)
+        return lambda most: plan(mesh=devices, memory=most, **stated)
 
     plans = {name: planner(arguments) for name, arguments in models.items()}
     return from_first_rank(lambda: fastest_together(plans, often, limit))
+
+
+def compile_together(
+    models: Mapping[str, Mapping[str, Any]],
+    mesh: MeshLike,
+    *,
+    memory: float | str | None = None,
+    calls: Mapping[str, float] | None = None,
+) -> dict[str, Session]:
+    """Returns sessions of several models that share devices and take turns.
+
+    Args:
+        models, mesh, memory, calls: as for `plan_together`.
+
+    Returns:
+        A session for each model, which has started.
+
+    Raises:
+        InfeasibleError, OptionError: see `plan_together`.
+        AutoparError: see `compile`.
+    """
+    devices = as_mesh(mesh)
+    join_processes(devices)
+    plans = plan_together(models, devices, memory=memory, calls=calls)
+    return {name: compile(mesh=devices, plan=plans[name], **models[name]) for name in models}
 
 
 def emit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.opened import Opened, PlanFile
 from autopar.cli.common.opened import Stage as Opening
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.cli.common.replan import Case, next_best
+from autopar.cli.common.replan import Answer, Case, next_best
 from autopar.cli.explain import explained
 from autopar.cli.simulate import simulated
 from autopar.cost.device import device
@@ -80,10 +80,8 @@ def command(
     asked = PlanFile(file, model, ModelSpec("", **sizes), known, calibration)
     with stages(quiet=False) as progress:
         about = _About(asked, asked.open(progress), progress)
-        parts = [*about.layouts(), *about.step()]
-        if not asked.plan.is_pipeline:  # else every stage has its own
-            parts += about.roofline()
-            parts += [] if quick else [*about.frontier(), *about.why_not()]
+        parts = [*about.layouts(), *about.step(), *about.roofline()]
+        parts += [] if quick else [*about.frontier(), *about.why_not()]
         parts += [] if against is None else about.difference(Plan.load(against))
         title = f"{asked.plan.graph.partition(' ')[0]} on {asked.plan.mesh}"
         text = page(title, about.facts, parts)
@@ -197,69 +195,96 @@ class _About:
         ]
 
     def roofline(self) -> list[Part]:
-        """Operators below the roof of the device."""
-        part, chip = self.stages[""], device(self.plan.mesh)
-        names = {
-            operator.name: (f"{operator.kind}  {line.module or line.place}", operator.cost.compute)
-            for section in self.explained[""].sections
-            for line in section.lines
-            for operator in line.operators
-        }
+        """Operators below the roof of the device, or of each kind of device."""
+        chips: dict[str, list[str]] = {}
+        for name, part in self.stages.items():
+            chips.setdefault(device(part.plan.mesh).name, []).append(name)
+        return [self._roofline(f"roofline{n or ''}", own) for n, own in enumerate(chips.values())]
+
+    def _roofline(self, title: str, stages: list[str]) -> Part:
+        """Returns the roofline of stages on devices of one kind."""
+        chip = device(self.stages[stages[0]].plan.mesh)
         kernels, dtypes = [], dict[str, float]()
-        for name, work in works(part.graph, part.plan, self.asked.rules).items():
-            both, times = (*work.forward, *work.backward), part.graph.multiplicity[name]
-            for one in both:
-                dtypes[one.dtype] = dtypes.get(one.dtype, 0.0) + one.flops * bool(one.gemm)
-            if name in names:
-                flops, nbytes = sum(w.flops for w in both), sum(w.nbytes for w in both)
-                label, seconds = names[name]
-                kernels.append(charts.Kernel(label, flops * times, nbytes * times, seconds))
+        for stage in stages:
+            part = self.stages[stage]
+            names = {
+                operator.name: (
+                    f"{stage}{operator.kind}  {line.module or line.place}",
+                    operator.cost.compute,
+                )
+                for section in self.explained[stage].sections
+                for line in section.lines
+                for operator in line.operators
+            }
+            for name, work in works(part.graph, part.plan, self.asked.rules).items():
+                both, times = (*work.forward, *work.backward), part.graph.multiplicity[name]
+                for one in both:
+                    dtypes[one.dtype] = dtypes.get(one.dtype, 0.0) + one.flops * bool(one.gemm)
+                if name in names:
+                    flops, nbytes = sum(w.flops for w in both), sum(w.nbytes for w in both)
+                    label, seconds = names[name]
+                    kernels.append(charts.Kernel(label, flops * times, nbytes * times, seconds))
         dtype = max(dtypes, key=lambda name: dtypes[name], default="f32")
         chart = charts.roofline(kernels, chip.rate(dtype, True), chip.memory_bandwidth)
-        text = f"Operators of a step on {chip.name}, {dtype}; the area of a point is its time."
-        return [Part("roofline", "Roofline", text, chart)]
+        unit = "a microbatch" if self.plan.is_pipeline else "a step"
+        text = f"Operators of {unit} on {chip.name}, {dtype}; the area of a point is its time."
+        return Part(title, "Roofline", text, chart)
 
     def frontier(self) -> list[Part]:
         """The fastest plans within less and less memory."""
-        part = self.stages[""]
-        options = Options.like(
-            part.plan, table=self.asked.rules, calibration=self.asked.calibration
-        )
-        planner = Planner(part.graph, part.plan.mesh, options, Trace(None))
-        points = []
         self.progress("frontier")
-        for plan in frontier(planner.plan):
-            how = ", ".join(f"{run} {blocks}" for run, blocks in plan.recompute.items())
+        points = []
+        for plan in frontier(self._planned_again()):
+            again = [each for one in plan.stages for each in one.recompute.items()]
+            how = ", ".join(dict.fromkeys(f"{run} {blocks}" for run, blocks in again))
             points.append((plan.predicted.peak_bytes, plan.predicted.step_seconds, how))
         text = "The fastest plans within less and less memory, under the options of this plan."
+        if self.plan.is_pipeline:
+            text += " Stages and schedule stay."
         return [Part("frontier", "Frontier", text, charts.frontier(points))]
+
+    def _planned_again(self) -> Callable[[float], Plan]:
+        """Returns the planner for a number of bytes per device."""
+        asked, plan = self.asked, self.plan
+        if not plan.is_pipeline:
+            part = self.stages[""]
+            like = Options.like(part.plan, table=asked.rules, calibration=asked.calibration)
+            planner = Planner(part.graph, part.plan.mesh, like, Trace(None))
+            return lambda most: Plan.of(planner.plan(most))
+        from autopar.planning.pipelines.stages import Devices, plan_stages
+
+        graph = asked.microbatch_graph(self.progress)
+        parts = {start: stage.mesh for stage in plan.stages for start in stage.starts}
+        groups = [Devices(mesh, start) for start, mesh in sorted(parts.items())]
+
+        def planned(most: float) -> Plan:
+            return plan_stages(
+                graph, plan.ends, groups, plan.mesh, plan.microbatches, plan.schedule,
+                replace(asked.options, memory=most), Trace(None),
+            )  # fmt: skip
+
+        return planned
 
     def why_not(self) -> list[Part]:
         """The next best layouts of the largest parameters."""
         self.progress("why not")
-        part, asked = self.stages[""], self.asked
-        tracer = Stages(None, self.progress)
-        case = Case(
-            part.plan, part.graph, False, asked.rules, limit_of_plan(part.plan), tracer,
-            asked.calibration, part.whole, part.repeated,
-        )  # fmt: skip
-        largest = sorted(self.explained[""].parameters, key=lambda one: -one.nbytes)[:_ASKED]
-        names = {parameter.name for parameter in largest}
+        asked, tracer = self.asked, Stages(None, self.progress)
+        every = [(name, one) for name in self.stages for one in self.explained[name].parameters]
+        largest = sorted(every, key=lambda named: -named[1].nbytes)[:_ASKED]
         rows: list[tuple[object, ...]] = [("parameter", "here", "instead", "step", "memory")]
-        for decision in decisions(part.plan, part.graph).values():
-            if decision.name in names and decision.op == "parameter":
-                for answer in next_best(case, decision, 1):
-                    seconds, slower = answer.figure("step_seconds")
-                    nbytes, more = answer.figure("peak_bytes")
-                    figures: tuple[str, ...] = ("", "")
-                    if not answer.missing:
-                        figures = (
-                            f"{format_seconds(seconds)} ({signed(slower, format_seconds)})",
-                            f"{format_bytes(nbytes)} ({signed(more, format_bytes)})",
-                        )
-                    instead = answer.missing or answer.layouts
-                    rows.append((decision.name, decision.layout, instead, *figures))
-        text = f"The next best layouts of the {len(names)} largest parameters, planned again."
+        for stage, parameter in largest:
+            part = self.stages[stage]
+            case = Case(
+                part.plan, part.graph, False, asked.rules, limit_of_plan(part.plan), tracer,
+                asked.calibration, part.whole, part.repeated,
+            )  # fmt: skip
+            for decision in decisions(part.plan, part.graph).values():
+                if decision.name == parameter.name and decision.op == "parameter":
+                    rows += [
+                        (f"{stage}{decision.name}", decision.layout, *_instead(answer))
+                        for answer in next_best(case, decision, 1)
+                    ]
+        text = f"The next best layouts of the {len(largest)} largest parameters, planned again."
         return [Part("why", "Why not otherwise", text, rows=rows)]
 
     def difference(self, other: Plan) -> list[Part]:
@@ -281,3 +306,16 @@ class _About:
         text = "The plans are equal." if compared.equal else "Figures and layouts that differ."
         chart = charts.figures(compared.figures)
         return [Part("difference", "Difference", text, chart, rows)]
+
+
+def _instead(answer: Answer) -> tuple[str, str, str]:
+    """Returns the layouts of an alternative with its step and its memory, or why there is none."""
+    if answer.missing:
+        return answer.missing, "", ""
+    seconds, slower = answer.figure("step_seconds")
+    nbytes, more = answer.figure("peak_bytes")
+    return (
+        answer.layouts,
+        f"{format_seconds(seconds)} ({signed(slower, format_seconds)})",
+        f"{format_bytes(nbytes)} ({signed(more, format_bytes)})",
+    )

@@ -66,33 +66,39 @@ class Call:
         Raises:
             BatchError: a tensor does not divide into `count` slices; names it.
         """
-
-        def first(name: str, value: Tensor) -> Tensor:
-            if value.shape[0] % count:
-                raise BatchError(
-                    f"the input {name.partition('.')[2]!r} does not divide into {count}"
-                    " microbatches",
-                    why=f"its shape is {list(value.shape)}; every microbatch is an equal slice"
-                    " along the first dimension",
-                    todo="pass a batch whose size is a multiple of the number of microbatches",
-                )
-            return value[: value.shape[0] // count]
-
-        return self._mapped(first)
+        return self._slice(count, "microbatches")
 
     def part_of(self, replicas: int) -> Call:
         """The call with one replica's slice of the batch; BatchError if it does not divide."""
+        return self._slice(replicas, "replicas")
+
+    def _slice(self, count: int, what: str) -> Call:
+        """Returns the call with the first of `count` equal slices of every tensor.
+
+        Raises:
+            BatchError: a tensor does not divide, or has no whole number of rows for each sample, as
+                a mask that all samples share; a slice of it would be broadcast.
+        """
+        samples = self.samples if count > 1 else 1
 
         def first(name: str, value: Tensor) -> Tensor:
-            if value.shape[0] % replicas:
+            known = name.partition(".")[2]
+            if value.shape[0] % count:
                 raise BatchError(
-                    f"the input {name.partition('.')[2]!r} does not divide into {replicas}"
-                    " replicas",
-                    why=f"its shape is {list(value.shape)}; every replica takes an equal slice"
+                    f"the input {known!r} does not divide into {count} {what}",
+                    why=f"its shape is {list(value.shape)}; each of the {what} gets an equal slice"
                     " along the first dimension",
-                    todo="pass a batch whose size is a multiple of the number of replicas",
+                    todo=f"pass a batch whose size is a multiple of the number of {what}",
                 )
-            return value[: value.shape[0] // replicas]
+            if value.shape[0] % samples:
+                raise BatchError(
+                    f"the input {known!r} does not belong to the batch",
+                    why=f"its shape is {list(value.shape)}, and the batch has {samples} samples; "
+                    f"each of the {what} would get a slice of it",
+                    todo="pass it with a row for each sample, x.expand(samples, ...), or make it a "
+                    "buffer of the model",
+                )
+            return value[: value.shape[0] // count]
 
         return self._mapped(first)
 

@@ -312,7 +312,7 @@ class Executor:
                 why="it was compiled from a model on the meta device, or loading was interrupted",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, variant.types, call, options)
+        return self._intake.take(batch, variant.types, call, options, variant.parted)
 
     def close(self) -> None:
         """Releases threads, descriptors and process groups; no call works afterwards."""

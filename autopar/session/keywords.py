@@ -301,6 +301,12 @@ def _keywords_of(known: type) -> frozenset[str]:
     return frozenset(known.__required_keys__ | known.__optional_keys__)  # type: ignore[attr-defined]
 
 
+def of_a_plan(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `compile` that `plan` takes, too; what it does not know stays."""
+    others = _keywords_of(TrainKeywords) - _keywords_of(PlanKeywords) | {"dump"}
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
 def planning_options(
     given: Mapping[str, Any],
     optimizer: OptimizerFactory,

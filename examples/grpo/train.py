@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import autopar
 
 WORDS, PROMPT, LENGTH, PROMPTS, GROUP, STEPS, UPDATES = 32, 4, 12, 4, 4, 6, 2
-MESH, TEXTS = "cpu: data=2", PROMPTS * GROUP
 
 
 class Reward(nn.Module):
@@ -67,19 +66,16 @@ def train() -> list[float]:
     torch.manual_seed(0)
     actor, reward = llama(), Reward().requires_grad_(False).eval()
     reference = copy.deepcopy(actor).requires_grad_(False).eval()
-    texts, figures = torch.zeros(TEXTS, LENGTH).long(), torch.zeros(TEXTS, LENGTH - PROMPT)
-    batch = {"input_ids": texts, "tokens": texts, "before": figures, "known": figures}
-    batch["gain"] = figures[:, :1]
+    texts = torch.zeros(PROMPTS * GROUP, LENGTH, dtype=torch.long)
+    figures = dict.fromkeys(("before", "known"), torch.zeros(len(texts), LENGTH - PROMPT))
+    batch = {"input_ids": texts, "tokens": texts, **figures, "gain": torch.zeros(len(texts), 1)}
     adam = partial(torch.optim.AdamW, lr=1e-2)
     models = {
         "actor": {"model": actor, "optimizer": adam, "loss_fn": loss_of, "example_inputs": batch},
         "reference": {"model": reference, "example_inputs": {"input_ids": texts}},
         "reward": {"model": reward, "example_inputs": texts},
     }
-    plans = autopar.plan_together(models, MESH)
-    actor, reference, reward = (
-        autopar.compile(**models[name], mesh=MESH, plan=plans[name]) for name in models
-    )
+    actor, reference, reward = autopar.compile_together(models, "cpu: data=2").values()
     draw, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         prompts = torch.randint(WORDS, (PROMPTS, PROMPT), generator=draw)
@@ -92,11 +88,9 @@ def train() -> list[float]:
             known = scores(reference(input_ids=tokens).logits, tokens)
             points = reward(tokens).view(-1, GROUP)
         gain = (points - points.mean(1, keepdim=True)) / (points.std(1, keepdim=True) + 1e-4)
-        gain = gain.view(-1, 1)
+        drawn = {"tokens": tokens, "before": before, "known": known, "gain": gain.view(-1, 1)}
         for _ in range(UPDATES):
-            loss = actor.step(
-                input_ids=tokens, tokens=tokens, before=before, known=known, gain=gain
-            )
+            loss = actor.step(input_ids=tokens, **drawn)
             losses.append(loss.item())
     return losses
 

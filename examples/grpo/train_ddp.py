@@ -71,17 +71,18 @@ def train() -> list[float]:
     for _ in range(STEPS):
         prompts = torch.randint(WORDS, (PROMPTS, PROMPT), generator=draw)
         uniform = torch.rand(PROMPTS * GROUP, LENGTH - PROMPT, WORDS, generator=draw)
-        prompts = prompts.repeat_interleave(GROUP, 0).chunk(world)[rank]
-        noise = -(-uniform.log()).log().chunk(world)[rank]
+        prompts = prompts.repeat_interleave(GROUP, 0)
+        noise = -(-uniform.log()).log()
+        prompts, noise = prompts.chunk(world)[rank], noise.chunk(world)[rank]
         with torch.no_grad():
             tokens = sample(actor, prompts, noise)
             before = scores(actor(input_ids=tokens).logits, tokens)
             known = scores(reference(input_ids=tokens).logits, tokens)
             points = reward(tokens).view(-1, GROUP)
         gain = (points - points.mean(1, keepdim=True)) / (points.std(1, keepdim=True) + 1e-4)
-        gain = gain.view(-1, 1)
+        drawn = {"tokens": tokens, "before": before, "known": known, "gain": gain.view(-1, 1)}
         for _ in range(UPDATES):
-            loss = loss_of(actor(input_ids=tokens), tokens, before, known, gain)
+            loss = loss_of(actor(input_ids=tokens), **drawn)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import autopar
 from autopar.cli import main
+from autopar.cli.common.run_tensors import weights_from
 
 MODEL = """
 import torch
@@ -106,6 +109,24 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "emit", plan, *rest, "--batch", tmp_path / "nothing", code=2
     ).output.replace("\n", " ")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_have_the_names_of_published_experts(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path)
+    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in load_file(
+        tmp_path / "model.safetensors"
+    )
+    words = torch.zeros(1, 2, dtype=torch.int64)
+    compiled = autopar.emit(model, MESH, example_inputs={"input_ids": words, "labels": words})
+    with torch.device("meta"):
+        unknown = transformers.MixtralForCausalLM(model.config)
+    values = weights_from(tmp_path, unknown, compiled.captured)
+    for name, value in model.state_dict().items():
+        assert values[name].equal(value), name
 
 
 def test_models_of_the_zoo_draw_their_own_batches(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_job_of_two_models_fits_where_their_fastest_plans_do_not() -> None:
         return output.square().mean()
 
     models = {
-        "actor": {"model": layers(), "example_inputs": batch, "loss_fn": mean},
+        "actor": {"model": layers(), "example_inputs": batch, "loss_fn": mean, "clip_norm": 1.0},
         "reference": {"model": layers().requires_grad_(False), "example_inputs": batch},
     }
     roomy = autopar.plan_together(models, "H100: gpu=2")

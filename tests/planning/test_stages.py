@@ -242,6 +242,8 @@ def test_microbatches_are_slices() -> None:
     assert kwargs["deep"][1] == {"n": 3}
     with pytest.raises(BatchError, match="'x' does not divide into 4 microbatches"):
         sliced((), batch, 4)
+    with pytest.raises(BatchError, match="'weights' does not belong to the batch"):
+        sliced((), {"x": torch.zeros(8, 2), "weights": torch.zeros(2)}, 2)
 
 
 def test_on_one_device_it_is_gradient_accumulation() -> None:

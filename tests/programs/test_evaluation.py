@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -266,7 +267,33 @@ def train_parted(way: str) -> None:
             program.step(**wrong)
 
 
+class Scaled(nn.Module):
+    """Scales features by a tensor that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x) * scale, labels)
+
+
+def tensors_that_parts_share() -> None:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    alone = copy.deepcopy(model)
+    program = autopar.compile(model, LINE, batches="local")
+    whole, scale = batch(8, 0), torch.arange(6.0, dtype=torch.float64)
+    own = {name: value.chunk(2)[dist.get_rank()] for name, value in whole.items()}
+    loss = program.step(**own, scale=scale)
+    torch.testing.assert_close(loss, alone(**whole, scale=scale).detach(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(BatchError, match="'scale' of rank 1 is not that of rank 0"):
+        program.step(**own, scale=scale + dist.get_rank())
+    assert program.step(**own, scale=scale).isfinite()
+
+
 def parts_of_unequal_sizes() -> None:
+    tensors_that_parts_share()
     program = autopar.compile(classifier(0.0), LINE, batches="local")
     program.step(**batch(4, 0))
     with pytest.raises(BatchError, match="different sizes"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -27,6 +30,7 @@ from autopar.errors import (
     ProgramError,
 )
 from autopar.pins import data_parallel, megatron
+from autopar.session.generation.processors import Processors
 from tests.support.ranks import run_ranks
 
 LINE, GRID = "cpu: gpu=2", "cpu: node=2, gpu=2"
@@ -201,6 +205,22 @@ def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...])
             assert not any("cache" in name for name in weights)
 
 
+@pytest.mark.slow
+def test_programs_that_cannot_generate_say_how_another_one_does(tmp_path: Path) -> None:
+    """Accumulation is refused; what the error says to do gives the tokens of its weights."""
+    batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
+    with autopar.compile(made("gpt2"), "cpu: gpu=1", accumulate=2) as program:
+        program.step(**batch)
+        with pytest.raises(ProgramError, match=r"other\.load_checkpoint\(folder\)"):
+            program.generate(**prompts())
+        program.save_checkpoint(tmp_path)
+        model = made("gpt2")
+        model.load_state_dict(program.state_dict(), strict=False)
+    with autopar.compile(made("gpt2"), "cpu: gpu=1", example_inputs=batch) as other:
+        other.load_checkpoint(tmp_path)
+        assert other.generate(**prompts()).equal(by_transformers(model))
+
+
 class Own(nn.Module):
     """A decoder that is not of transformers, without mask and positions."""
 
@@ -214,7 +234,7 @@ class Own(nn.Module):
         seen, keys = 0, tokens
         if past_key_values is not None:
             seen, keys = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(tokens)[0]
-        mask = torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+        mask = self.mask(seen, tokens, keys)
         for layer, projection in enumerate(self.projections):
             parts = projection(x).chunk(3, -1)
             q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in parts)
@@ -224,6 +244,23 @@ class Own(nn.Module):
             x = x + attended.transpose(1, 2).flatten(2)
         logits: Tensor = self.head(x)
         return logits
+
+    def mask(self, seen: Any, tokens: int, keys: int) -> Tensor:
+        return torch.arange(keys) <= torch.arange(tokens)[:, None] + seen
+
+
+class Windowed(Own):
+    """Attends to three tokens by a table, as GPT-Neo, whose rows it counts from the last key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = torch.arange(32)
+        away = places[:, None] - places
+        self.register_buffer("window", (away >= 0) & (away < 3), persistent=False)
+
+    def mask(self, seen: Any, tokens: int, keys: int) -> Tensor:
+        table: Tensor = self.window
+        return table[keys - tokens : keys, :keys]
 
 
 def test_a_model_of_ones_own_generates_by_a_plan() -> None:
@@ -247,6 +284,51 @@ def test_a_model_of_ones_own_generates_by_a_plan() -> None:
             program.generate(ids, prompts()["attention_mask"], max_new_tokens=NEW)
 
 
+def test_scores_change_as_those_of_transformers() -> None:
+    ids = prompts()["input_ids"]
+    padding = torch.tensor([0, 2, 0, 3])
+    scores = torch.randn(4, WORDS, generator=torch.Generator().manual_seed(1))
+    penalty = transformers.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding)
+    cases: list[tuple[Processors, Tensor, int, list[Any]]] = [
+        (Processors(penalty=1.3), ids, 2, [penalty]),
+        (Processors(first=5), ids[:, :1], 2, [transformers.ForcedBOSTokenLogitsProcessor(5)]),
+        (Processors(first=5), ids, 2, []),
+        (Processors(last=(5, 6)), ids, 2, []),
+        (Processors(last=(5, 6)), ids, 1, [transformers.ForcedEOSTokenLogitsProcessor(6, [5, 6])]),
+    ]
+    for own, text, left, theirs in cases:
+        wanted = transformers.LogitsProcessorList(theirs)(text, scores.clone())
+        assert own.apply(text, scores, padding, left).equal(wanted)
+
+
+def test_settings_are_those_of_transformers() -> None:
+    """Those of a call and those of the model's configuration, which also says how many tokens."""
+    given = {"input_ids": prompts()["input_ids"], "attention_mask": prompts()["attention_mask"]}
+    no_pairs = [transformers.NoRepeatNGramLogitsProcessor(2)]
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"max_new_tokens": NEW}, {"repetition_penalty": 1.7}),
+        ({"max_length": 5 + NEW}, {"repetition_penalty": 0.6, **DRAWN}),
+        ({"max_new_tokens": NEW}, {"logits_processor": no_pairs}),
+        ({"max_length": 5 + NEW, "forced_eos_token_id": 9, "repetition_penalty": 1.7}, {}),
+        ({"max_length": 5}, {"max_new_tokens": NEW}),
+    ]
+    model = made("gpt2")
+    own = model.generation_config
+    texts = set()
+    with autopar.compile(model, "cpu: gpu=1") as program:
+        for stated, options in cases:
+            model.generation_config = copy.deepcopy(own)
+            model.generation_config.update(pad_token_id=0, **stated)
+            torch.manual_seed(3)
+            wanted: Tensor = model.generate(**given, **options)  # type: ignore[operator]
+            assert program.generate(**given, seed=3, **options).equal(wanted), (stated, options)
+            texts.add(str(wanted.tolist()))
+        assert len(texts) == len(cases)
+        model.generation_config.update(max_length=5)
+        with pytest.raises(OptionError, match="no room"):
+            program.generate(**given)
+
+
 def test_what_cannot_be_generated_is_refused_by_name() -> None:
     model, given = made("gpt2"), prompts()
     with autopar.compile(model, "cpu: gpu=1") as program:
@@ -258,9 +340,16 @@ def test_what_cannot_be_generated_is_refused_by_name() -> None:
             program.generate(given["input_ids"] + WORDS)
         with pytest.raises(TypeError, match="num_beams"):
             program.generate(given["input_ids"], num_beams=2)
-        model.generation_config.repetition_penalty = 1.5
-        with pytest.raises(OptionError, match="repetition_penalty"):
+        with pytest.raises(OptionError, match="a function of tokens and scores"):
+            program.generate(given["input_ids"], logits_processor=[1])
+        model.generation_config.no_repeat_ngram_size = 2
+        with pytest.raises(OptionError, match="no_repeat_ngram_size"):
             program.generate(given["input_ids"])
+    with (
+        autopar.compile(Windowed(), "cpu: gpu=1") as program,
+        pytest.raises(CaptureError, match="'window' at a place that the number of keys gives"),
+    ):
+        program.generate(given["input_ids"], max_new_tokens=NEW)
     with (
         autopar.compile(nn.Linear(2, 2), "cpu: gpu=1") as program,
         pytest.raises(CaptureError, match="past_key_values"),

@@ -115,7 +115,7 @@ class PlanFile:
             from autopar.planning.pipelines.stages import stage_graphs
 
             prices(plan.stages[0], self.calibration, plan.mesh)
-            graph = self._microbatch_graph(progress)
+            graph = self.microbatch_graph(progress)
             plan.check(graph, plan.mesh)
             progress("strategies")
             graphs = stage_graphs(graph, plan.ends, Trace(None))
@@ -143,8 +143,11 @@ class PlanFile:
         self.plan.check(captured.graph, self.plan.mesh)
         return captured
 
-    def _microbatch_graph(self, progress: Callable[[str], None]) -> Graph:
-        """Captures the model for one microbatch; of a deep model, traces only a few blocks."""
+    def microbatch_graph(self, progress: Callable[[str], None]) -> Graph:
+        """Captures the model for one microbatch; of a deep model, traces only a few blocks.
+
+        Raises the errors of `open`.
+        """
         spec, count = self.spec, self.plan.microbatches
         if spec.batch is None:
             return self.captured(progress).graph

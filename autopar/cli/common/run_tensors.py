@@ -14,14 +14,17 @@ from autopar.capture.capture import Captured
 from autopar.errors import BatchError, ModelFileError
 from autopar.operators.interpret import tensor_type
 from autopar.runtime.checkpoint.foreign_weights import weights_index
-from autopar.runtime.checkpoint.index import Index
+from autopar.runtime.checkpoint.index import Chunk, Stored
 from autopar.runtime.checkpoint.tensor_names import Names
+from autopar.session.published_names import PublishedNames
 
 _SEED, _SPREAD = 0, 0.02
 
 
 def weights_from(path: Path, model: nn.Module, captured: Captured) -> dict[str, Tensor]:
     """Returns a model's parameters and buffers from a folder of safetensors or a checkpoint.
+
+    Published names of a model of transformers count as its own.
 
     Raises:
         CheckpointError: it cannot be read, or does not fit the model.
@@ -30,11 +33,10 @@ def weights_from(path: Path, model: nn.Module, captured: Captured) -> dict[str, 
     named = {k: captured.parameter_names.get(k, k) for k in model.state_dict()}
     tied = {name: stored for name, stored in named.items() if name != stored}
     shapes = {name: tuple(value.shape) for name, value in _stored(model, captured).items()}
-    where, index, prefix = weights_index(path)
+    where, index, prefix = weights_index(path, PublishedNames(model))
     stored = index.under("model") if prefix else index.tensors
     matches = Names(tuple(named), tied).match(shapes, stored, str(path), strict=bool(prefix))
-    read = _read(where, index, [f"{prefix}{name}" for name in matches.values()])
-    values = {name: read[f"{prefix}{source}"] for name, source in matches.items()}
+    values = _read(where, {name: stored[source] for name, source in matches.items()})
     return {**_buffers(captured, values), **values}
 
 
@@ -128,19 +130,18 @@ def _buffers(captured: Captured, values: Mapping[str, Tensor]) -> dict[str, Tens
     return found
 
 
-def _read(where: Path, index: Index, names: list[str]) -> dict[str, Tensor]:
+def _read(where: Path, wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
     """Returns whole tensors of a folder by name."""
-    files: dict[str, list[str]] = {}
-    for name in names:
-        for chunk in index.tensors[name].chunks:
-            files.setdefault(chunk.file, []).append(name)
+    files: dict[str, list[tuple[str, Chunk]]] = {}
+    for name, stored in wanted.items():
+        for chunk in stored.chunks:
+            files.setdefault(chunk.file, []).append((name, chunk))
     values: dict[str, Tensor] = {}
-    for file, held in files.items():
+    for file, parts in files.items():
         with safe_open(where / file, framework="pt") as opened:
-            for name in dict.fromkeys(held):
-                stored = index.tensors[name]
-                for chunk in (chunk for chunk in stored.chunks if chunk.file == file):
-                    part = opened.get_tensor(chunk.key)
-                    whole = values.setdefault(name, torch.empty(stored.shape, dtype=part.dtype))
-                    whole[chunk.box.slices] = part
+            for name, chunk in parts:
+                part = opened.get_tensor(chunk.key)
+                if name not in values:
+                    values[name] = torch.empty(wanted[name].shape, dtype=part.dtype)
+                values[name][chunk.box.slices] = part
     return values

@@ -8,7 +8,7 @@ from autopar.capture.capture import Captured
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.generation.calls import Arguments, Sizes, length_of, steps_of
 from autopar.capture.generation.decoder_call import POSITIONS, START
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
@@ -28,7 +28,8 @@ def capture_generation(
         options: of planning, from `generating_options`.
 
     Raises:
-        CaptureError: the model cannot be traced, or keeps nothing between tokens.
+        CaptureError: the model cannot be traced, keeps nothing between tokens, or counts keys to
+            find the place of a token.
         BatchError: there are more tokens than the model has positions.
     """
 
@@ -37,6 +38,7 @@ def capture_generation(
 
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
+    _refuse_last_place(decode.graph, length_of(model, sizes))
     return prefill, decode
 
 
@@ -66,3 +68,26 @@ def _refuse_long(decode: Graph, length: int) -> None:
                     why=f"the model has {rows} positions",
                     todo="shorten the prompts, or ask for fewer new tokens",
                 )
+
+
+def _refuse_last_place(decode: Graph, length: int) -> None:
+    """Raises CaptureError if a decode takes the last place of its caches for that of its token.
+
+    Caches have one length for all tokens. A model that finds the row of a table by the number of
+    keys, such as the mask of a window, would read the last row for every token.
+    """
+    for node in decode.nodes:
+        last = node.op == "aten.slice.Tensor" and node.args[2:4] == (length - 1, length)
+        if not last and not (node.op == "aten.select.int" and node.args[2] == length - 1):
+            continue
+        table = decode[node.inputs[0]]
+        while table.op in _PASSED and len(table.inputs) == 1:
+            table = decode[table.inputs[0]]
+        if table.op == "buffer" and not table.is_cache:
+            raise CaptureError(
+                f"the model reads {table.target!r} at a place that the number of keys gives",
+                where=str(node.source),
+                why=f"a decode attends to {length} places for every token, and masks those to come",
+                todo="find the place by past_key_values.get_seq_length(), or generate with "
+                "transformers",
+            )

@@ -25,6 +25,10 @@ from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 
 Planned = tuple[Graph, StagePlan]
+IN_ANOTHER = (
+    "program.save_checkpoint(folder), then other = autopar.compile(model, mesh, "
+    "example_inputs=batch), other.load_checkpoint(folder) and other.generate(...)"
+)
 
 
 def generating_options(options: Options) -> Options:
@@ -37,13 +41,13 @@ def generating_options(options: Options) -> Options:
         raise ProgramError(
             "a program with stages or microbatches cannot generate",
             why="a token would pass all stages before the next one begins",
-            todo="compile without stages and microbatches",
+            todo=IN_ANOTHER,
         )
     if options.batches != GLOBAL:
         raise ProgramError(
             "a program of local batches cannot generate",
             why="all ranks choose the next tokens from the logits of the whole batch",
-            todo='compile with batches="global"',
+            todo=IN_ANOTHER,
         )
     return replace(options, recompute="none", offload="none", state=None, loss_fn=None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class _Call:
         options: texts of options that must agree, by name.
         part: the part of the batch that the rank passes.
         types: dtypes and shapes of its inputs by name.
+        shared: names of the inputs that are not cut into parts.
     """
 
     kind: str
@@ -50,6 +51,12 @@ class _Call:
     options: dict[str, str]
     part: int = 0
     types: tuple[tuple[str, str], ...] = ()
+    shared: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> dict[str, int]:
+        """Checksums of the inputs that all ranks share, by name."""
+        return {name: self.inputs[name] for name in self.shared}
 
 
 class Intake:
@@ -80,7 +87,9 @@ class Intake:
     def _reset(self) -> None:
         """Restarts the comparison after ranks have differed."""
         self._calls, self._host, self._own = 0, 0, 0
-        self._away = torch.zeros((), dtype=torch.int64, device=self._device)
+        # Checksums of tensors on the device, by whether all ranks share them.
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._away = {True: zero, False: zero}
         self._past: deque[_Call] = deque(maxlen=_KEPT)
 
     def take(
@@ -89,6 +98,7 @@ class Intake:
         types: Mapping[str, str],
         kind: str,
         options: Mapping[str, str] | None = None,
+        parted: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Checks a batch and moves it to this rank's device.
 
@@ -97,6 +107,7 @@ class Intake:
             types: dtypes and shapes of the program's inputs by name, "i64[8, 16]".
             kind: of the call, "step".
             options: texts of options that must agree, by name.
+            parted: names of the inputs of which ranks pass parts.
 
         Returns:
             The batch by name, and the token of all calls so far as `TOKEN`.
@@ -106,7 +117,7 @@ class Intake:
             RanksDifferError: the ranks make different calls, or have different options.
         """
         # Compare before any rank refuses its batch, so that the others do not wait for it.
-        self.meet(kind, batch, options)
+        self.meet(kind, batch, options, parted)
         given_types = {name: str(tensor_type(value)) for name, value in batch.items()}
         for name in {**types, **given_types}:
             wanted, given = types.get(name), given_types.get(name)
@@ -125,51 +136,48 @@ class Intake:
         kind: str,
         batch: Mapping[str, Tensor] | None = None,
         options: Mapping[str, str] | None = None,
+        parted: Collection[str] = (),
     ) -> None:
         """Compares a call with those of the other ranks; arguments and errors as for `take`."""
         if self._everyone is None:
             return
         self._calls += 1
         given = sorted((batch or {}).items())
-        inputs = {name: self._checksum(name, value) for name, value in given}
+        shared = tuple(name for name, _ in given if name not in parted)
+        inputs = {name: self._checksum(name, value, name in shared) for name, value in given}
         types = tuple((name, str(tensor_type(value))) for name, value in given)
-        call = _Call(kind, inputs, dict(options or {}), self._part.rank, types)
+        call = _Call(kind, inputs, dict(options or {}), self._part.rank, types, shared)
         self._past.append(call)
-        if self._part.world == 1:
-            self._host = zlib.crc32(f"{self._host} {call}".encode())
-        else:
-            self._host = zlib.crc32(f"{self._host} {kind} {call.options} {types}".encode())
-            self._own = zlib.crc32(f"{self._own} {inputs}".encode())
+        self._host = zlib.crc32(f"{self._host} {kind} {call.options} {types} {call.equal}".encode())
+        self._own = zlib.crc32(f"{self._own} {inputs}".encode())
         often = self._device.type == "cpu" and not self.overlaps
         compared = often or self._calls <= self.compared or batch is None
         if compared and not self._alike():
             raise self.differences()
 
-    def _checksum(self, name: str, value: Tensor) -> int:
+    def _checksum(self, name: str, value: Tensor, shared: bool) -> int:
         """Returns the checksum of a CPU tensor; other tensors are summed on their device."""
         value, start = value.detach(), zlib.crc32(f"{name} {tensor_type(value)}".encode())
         if value.device.type == "cpu":
             return _checksum(value, start)
         columns, rest = _sums(value)
-        self._away = self._away * _ROW + (columns.sum() + rest.sum()).to(self._device)
+        total = (columns.sum() + rest.sum()).to(self._device)
+        self._away[shared] = self._away[shared] * _ROW + total
         return start
 
     def _token(self) -> Tensor:
         """Returns a checksum of all calls so far, f64[] on the device."""
-        away = self._away if self._part.world == 1 else torch.zeros_like(self._away)
-        token: Tensor = (away + self._host) & (2**_BITS - 1)
+        token: Tensor = (self._away[True] + self._host) & (2**_BITS - 1)
         return token.double()
 
     def _alike(self) -> bool:
         """Returns whether all ranks make the same call, with equal inputs if they pass one part."""
         assert self._everyone is not None
         parts = self._part.world
-        numbers: list[int | None]
-        if parts == 1:
-            numbers = [(int(self._away) * _ROW + self._host) & _MOST]
-        else:
-            own = (int(self._away) * _ROW + self._own) & _MOST
-            numbers = [self._host, *(own if n == self._part.rank else None for n in range(parts))]
+        numbers: list[int | None] = [(int(self._away[True]) * _ROW + self._host) & _MOST]
+        if parts > 1:
+            own = (int(self._away[False]) * _ROW + self._own) & _MOST
+            numbers += [own if n == self._part.rank else None for n in range(parts)]
         pairs = [(-_MOST, -_MOST) if n is None else (n, -n) for n in numbers]
         span = torch.tensor(pairs, dtype=torch.int64, device=self._device)
         self._everyone.all_reduce(span, dist.ReduceOp.MAX)
@@ -190,6 +198,8 @@ class Intake:
                     return _difference(0, rank, calls[0], replace(call, inputs=calls[0].inputs))
                 if self._part.world > 1 and call.types != calls[0].types:
                     return _of_sizes(rank, dict(calls[0].types), dict(call.types))
+                if self._part.world > 1 and call.equal != calls[0].equal:
+                    return _of_shared(rank, calls[0].equal, call.equal)
                 other, alike = first.setdefault(call.part, (rank, call))
                 if call != alike:
                     return _difference(other, rank, alike, call)
@@ -231,6 +241,16 @@ def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> 
         where=f"rank {rank}",
         why="its input {!r} is {}, that of rank 0 is {}".format(name, *types),
         todo="pass parts of one size: drop the last batch (drop_last=True), or pad it",
+    )
+
+
+def _of_shared(rank: int, first: Mapping[str, int], other: Mapping[str, int]) -> BatchError:
+    """Returns the error for tensors that do not belong to the batch and differ."""
+    name = next(name for name in first if first[name] != other.get(name))
+    return BatchError(
+        f"the input {name!r} of rank {rank} is not that of rank 0",
+        why="its first dimension is not that of the batch, so that all ranks share it",
+        todo="pass the same tensor on every rank, or one with a row for each sample",
     )
 
 

@@ -43,6 +43,11 @@ def part_of(inputs: Mapping[str, str], comm: Communicator) -> Part:
     return Part(rank, world)
 
 
+def parted_names(inputs: Mapping[str, str]) -> frozenset[str]:
+    """Returns the names of the inputs of which ranks pass parts; `inputs` as in `part_of`."""
+    return frozenset(name for name, text in inputs.items() if typed(text)[2].sharded_axes)
+
+
 def local_types(inputs: Mapping[str, str], comm: Communicator) -> dict[str, TensorType]:
     """Returns the types of this rank's inputs by name; `inputs` as in `part_of`."""
     types = {}

@@ -17,7 +17,7 @@ from autopar.cost.programs.row_check import checked
 from autopar.errors import ProgramError
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.tensor import Layout, TensorType
-from autopar.runtime.calls.input_parts import texts_of
+from autopar.runtime.calls.input_parts import parted_names, texts_of
 from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
@@ -51,6 +51,11 @@ class Variant:
     def chosen(self) -> ChosenAlgorithms:
         """The algorithms of its collectives; CollectiveError if its mesh cannot run one."""
         return checked(self.program.collectives, self.program.mesh)
+
+    @cached_property
+    def parted(self) -> frozenset[str]:
+        """The names of the inputs of which ranks pass parts."""
+        return parted_names(self.program.inputs)
 
     @property
     def written(self) -> list[Tensor]:

@@ -320,7 +320,8 @@ class Pipeline(PipelineState):
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return program.counted(self._intake.take(batch, program.types, call, options))
+        taken = self._intake.take(batch, program.types, call, options, program.parted)
+        return program.counted(taken)
 
     # Without gradients ---------------------------------------------------------------------------
 

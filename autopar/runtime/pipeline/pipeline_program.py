@@ -15,7 +15,7 @@ from autopar.ir.pipeline_step import forwards
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES, tensor_type
 from autopar.runtime.calls.evaluated import Evaluated
-from autopar.runtime.calls.input_parts import Part, local_types, part_of
+from autopar.runtime.calls.input_parts import Part, local_types, part_of, parted_names
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.batch_counts import WholeCounts
 from autopar.runtime.pipeline.interpreter import Interpreter, losses_to
@@ -68,6 +68,11 @@ class PipelineProgram:
     def part(self) -> Part:
         """Returns the part of a batch that this rank passes."""
         return part_of(self.inputs, self._runtime)
+
+    @cached_property
+    def parted(self) -> frozenset[str]:
+        """Returns the names of the inputs of which ranks pass parts."""
+        return parted_names(self.inputs)
 
     @cached_property
     def _sizes(self) -> dict[str, TensorType]:

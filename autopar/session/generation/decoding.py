@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
@@ -16,6 +16,22 @@ from torch import Tensor, nn
 
 from autopar.errors import OptionError
 from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Or, Row, Whole, checked
+from autopar.session.generation.processors import Processor, Processors
+
+
+class _Function:
+    """A function."""
+
+    def __call__(self, value: Any, /) -> Processor:
+        """Returns the function; ValueError for anything else."""
+        if not callable(value):
+            raise ValueError(f"{self} is expected")
+        function: Processor = value
+        return function
+
+    def __str__(self) -> str:
+        return "a function of tokens and scores"
+
 
 _TOKEN = Whole(0, 2**31)
 _CHECKS: dict[str, Check] = {
@@ -26,21 +42,30 @@ _CHECKS: dict[str, Check] = {
     "eos_token_id": Or((NOTHING, _TOKEN, Row(_TOKEN))),
     "pad_token_id": Or((NOTHING, _TOKEN)),
     "seed": Or((NOTHING, Whole(0, 2**63 - 1))),
-    "max_new_tokens": Whole(1, 2**31),
+    "max_new_tokens": Or((NOTHING, Whole(1, 2**31))),
     "decoder_start_token_id": Or((NOTHING, _TOKEN)),
+    "repetition_penalty": Or((NOTHING, Number(0, 1e30, above=True))),
+    "logits_processor": Or((NOTHING, Row(_Function()))),
 }
-_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_DEFAULTS: dict[str, Any] = {
+    "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+_EXACT_CACHES = (
+    "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid",
+    "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked",
+)  # fmt: skip
 # Values under which a setting of transformers that is not implemented here changes nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1.0,),
+    "num_beams": (1,), "num_return_sequences": (1,),
     "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "min_length": (0,),
     "encoder_no_repeat_ngram_size": (0,), "min_new_tokens": (0,), "bad_words_ids": (),
-    "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": (),
+    "suppress_tokens": (), "remove_invalid_values": (False,), "max_time": (),
     "begin_suppress_tokens": (), "sequence_bias": (), "typical_p": (1.0,), "min_p": (0.0,),
     "exponential_decay_length_penalty": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
     "guidance_scale": (1.0,), "penalty_alpha": (), "stop_strings": (), "top_h": (),
     "watermarking_config": (), "dola_layers": (), "token_healing": (False,),
     "prompt_lookup_num_tokens": (), "constraints": (), "force_words_ids": (),
+    "cache_implementation": _EXACT_CACHES,
 }  # fmt: skip
 _SAMPLING = ("typical_p", "min_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
@@ -51,7 +76,8 @@ class GenerateKeywords(TypedDict, total=False):
     Those that are not passed are those of the model's `generation_config`.
 
     Attributes:
-        max_new_tokens: number of tokens at most, by default 20.
+        max_new_tokens: number of tokens at most; by default what `max_length` of the
+            `generation_config` leaves beside the prompt, or 20.
         do_sample: whether tokens are drawn; otherwise the likeliest is taken.
         temperature: divides the logits before a draw; by default 1.
         top_k: number of the likeliest tokens to draw from, by default 50; 0 for all.
@@ -60,9 +86,12 @@ class GenerateKeywords(TypedDict, total=False):
         pad_token_id: what follows the end of a sequence; by default the token that ends it.
         decoder_start_token_id: the first token of an encoder-decoder's results.
         seed: of the draws; without it, torch's own generator, on one rank only.
+        repetition_penalty: makes tokens that a text has already less likely; by default 1.
+        logits_processor: functions that change scores, such as those of transformers; each gets the
+            tokens so far and the scores of the next one, whole and on the CPU.
     """
 
-    max_new_tokens: int
+    max_new_tokens: int | None
     do_sample: bool | None
     temperature: float | None
     top_k: int | None
@@ -71,6 +100,8 @@ class GenerateKeywords(TypedDict, total=False):
     pad_token_id: int | None
     decoder_start_token_id: int | None
     seed: int | None
+    repetition_penalty: float | None
+    logits_processor: Sequence[Processor] | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +114,7 @@ class Decoding:
         eos: tokens that end a sequence.
         pad: token of a sequence that has ended.
         start: the first token of an encoder-decoder's results; None for the model's.
+        processors: change scores before.
     """
 
     most: int
@@ -94,14 +126,16 @@ class Decoding:
     pad: int | None = None
     start: int | None = None
     seed: int | None = None
+    processors: Processors = field(default_factory=Processors)
 
     @classmethod
-    def of(cls, model: nn.Module, given: GenerateKeywords) -> Decoding:
+    def of(cls, model: nn.Module, given: GenerateKeywords, begun: int) -> Decoding:
         """Returns the settings of a call.
 
         Args:
             model: its `generation_config`, if it has one, states what is not given.
             given: the options that are passed.
+            begun: number of tokens with which the results begin.
 
         Raises:
             TypeError: an option is unknown.
@@ -122,14 +156,20 @@ class Decoding:
         sampled = setting("do_sample")
         _refuse_others(config, sampled)
         eos, pad = setting("eos_token_id"), setting("pad_token_id")
-        ends = tuple(eos) if isinstance(eos, Sequence) else (() if eos is None else (eos,))
+        ends = _tokens(eos)
         if sampled and not setting("temperature") > 0:
             raise OptionError(
                 "a temperature of 0 divides by zero",
                 todo="pass do_sample=False for greedy decoding",
             )
+        processors = Processors(
+            setting("repetition_penalty"),
+            setting("forced_bos_token_id"),
+            _tokens(setting("forced_eos_token_id")),
+            tuple(given.get("logits_processor") or ()),
+        )
         return cls(
-            given.get("max_new_tokens", 20),
+            setting("max_new_tokens") or _most(model, begun),
             sampled,
             setting("temperature"),
             setting("top_k"),
@@ -138,23 +178,23 @@ class Decoding:
             ends[0] if pad is None and ends else pad,
             given.get("decoder_start_token_id"),
             given.get("seed"),
+            processors,
         )
 
     def generator(self) -> torch.Generator | None:
         """Returns the generator of the draws, on the CPU; None for torch's own."""
         return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    def choose(self, scores: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the next token of every sequence.
 
         Args:
-            logits: whole, [batch, vocabulary], the same on every rank.
+            scores: as `processors` have changed them, f32[batch, vocabulary].
             generator: from `generator`.
 
         Returns:
             i64[batch] on the CPU.
         """
-        scores = logits.detach().to("cpu", torch.float32)
         if not self.do_sample:
             return scores.argmax(-1)
         probabilities = self._narrowed(scores / self.temperature).softmax(-1)
@@ -178,6 +218,32 @@ class Decoding:
         return scores
 
 
+def _tokens(value: Any) -> tuple[int, ...]:
+    """Returns the tokens of a setting that states one, several or none."""
+    return tuple(value) if isinstance(value, Sequence) else (() if value is None else (value,))
+
+
+def _most(model: nn.Module, begun: int) -> int:
+    """Returns the number of new tokens of a model whose configuration states none.
+
+    Raises:
+        OptionError: the results begin with as many tokens as they may have.
+    """
+    longest = getattr(getattr(model, "generation_config", None), "max_length", None)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if longest is None:
+        most = 20 if positions is None else min(20, positions - begun)
+    else:
+        most = longest - begun
+    if most < 1:
+        raise OptionError(
+            "there is no room for a new token",
+            why=f"the results begin with {begun} tokens, and may have {begun + most}",
+            todo="pass max_new_tokens, or shorter prompts",
+        )
+    return int(most)
+
+
 def _refuse_others(config: Any, sampled: bool) -> None:
     """Raises OptionError if a configuration asks for something that would be left out."""
     for name, idle in _IDLE.items():
@@ -187,5 +253,6 @@ def _refuse_others(config: Any, sampled: bool) -> None:
         raise OptionError(
             f"generate does not apply {name}",
             why=f"the model's generation_config has {name}={value!r}",
-            todo=f"set model.generation_config.{name} = None, or generate with transformers",
+            todo=f"set model.generation_config.{name} = None, and pass what changes scores as "
+            "logits_processor=[...]; or generate with transformers",
         )

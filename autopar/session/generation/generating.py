@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.capture.generation.calls import Sizes
+from autopar.capture.generation.calls import Sizes, has_encoder
 from autopar.errors import OptionError
 from autopar.session.generation.decoding import Decoding, GenerateKeywords
 from autopar.session.generation.pair import Pair
@@ -58,7 +58,8 @@ class Generating(ABC):
             ProgramError: the program has stages, local batches, or replicas that train apart.
         """
         check_prompts(self._model, input_ids)
-        decoding = Decoding.of(self._model, options)
+        begun = 1 if has_encoder(self._model) else input_ids.shape[1]
+        decoding = Decoding.of(self._model, options, begun)
         refuse_seedless(decoding, dist.get_world_size() if dist.is_initialized() else 1)
         prompts = Prompts.of(self._model, input_ids, attention_mask, decoding)
         batch, tokens = input_ids.shape
@@ -76,7 +77,11 @@ def _generated(pair: Pair, prompts: Prompts, decoding: Decoding) -> Tensor:
     pair.clear()
     logits = pair.prefill(prompts.prefill())["logits"]
     for number in range(count):
-        token = decoding.choose(logits, generator)
+        scores = logits.detach().to("cpu", torch.float32)
+        scores = decoding.processors.apply(
+            torch.cat(results, 1), scores, prompts.padding, count - number
+        )
+        token = decoding.choose(scores, generator)
         if decoding.eos:
             token = token.where(unfinished, torch.tensor(decoding.pad))
             unfinished &= ~torch.isin(token, ends)

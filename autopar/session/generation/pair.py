@@ -19,7 +19,7 @@ from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.storage import Storage
 from autopar.plan import Plan
 from autopar.planning.generation.graphs import capture_generation
-from autopar.planning.generation.serving import generating_options, plan_serving
+from autopar.planning.generation.serving import IN_ANOTHER, generating_options, plan_serving
 from autopar.planning.options import Options
 from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
@@ -130,7 +130,7 @@ def refuse_outer(outer: Outer | None) -> None:
         raise ProgramError(
             "replicas that train apart cannot generate",
             why="their parameters differ between synchronisations",
-            todo="load a checkpoint of them into a program without outer",
+            todo=IN_ANOTHER,
         )
 
 
@@ -138,7 +138,7 @@ def _stages() -> ProgramError:
     return ProgramError(
         "a program with stages cannot generate",
         why="a token would pass all stages before the next one begins",
-        todo="save a checkpoint, and load it into a program without stages",
+        todo=IN_ANOTHER,
     )
 
 

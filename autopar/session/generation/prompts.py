@@ -90,6 +90,13 @@ class Prompts:
             )
         return cls(ids, mask, ids, encoded=False)
 
+    @property
+    def padding(self) -> Tensor:
+        """The number of tokens that only fill each row of the results on the left, i64[batch]."""
+        if self.encoded:
+            return torch.zeros(len(self.first), dtype=torch.int64)
+        return (self.mask != 0).int().argmax(1)
+
     def prefill(self) -> dict[str, Tensor]:
         """Returns the arguments of the prefill."""
         if self.encoded:
