@@ -53,7 +53,7 @@ def _sends(part: Part) -> Calls:
     axes, sizes, count = split(part), Sizes.of(part), _turns(part)
     hop = collective("send", axes, sizes.pair)
     home = collective("send", axes, gradient_bytes(sizes))
-    return (hop,) * (count - 1), (hop,) * (count - 1) + (home,) * count
+    return (hop,) * (count - 1), (hop,) * (count - 1) + (home,) * (count - 1)
 
 
 def _work(part: Part) -> NodeWork:
@@ -68,11 +68,11 @@ def _work(part: Part) -> NodeWork:
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of two blocks, and of their gradients."""
+    """Returns the bytes of two blocks, and of their gradients beside those of the device's own."""
     sizes = Sizes.of(part)
     scores = scores_bytes(part, sizes.rows, sizes.keys)
     blocks = 2.0 * sizes.pair
-    return blocks + scores, blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
+    return blocks + scores, blocks + 3.0 * gradient_bytes(sizes) + 2 * scores
 
 
 NEEDS = "a sequence of queries and keys that is split, and no dropout"
