@@ -30,6 +30,7 @@ from autopar.capture.experts.expert_rows import (
     Weight,
     refused,
 )
+from autopar.capture.stand_ins.dropout import drops
 from autopar.operators.activation import FUNCTIONS
 
 _UNCHANGED = ("contiguous", "clone", "to", "type", "type_as", "float", "double", "bfloat16", "half")
@@ -215,6 +216,8 @@ def _straight(weight: Weight, turned: bool) -> Tensor:
 
 def _of_rows(rows: Rows, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Returns what a function gives whose first argument is rows."""
+    if name == "dropout" and not drops(*args, **kwargs):
+        return rows
     if name in _UNCHANGED:
         kept = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
         whole = rows.weights is not None  # a mixture has the dtype of its tokens
