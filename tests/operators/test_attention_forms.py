@@ -181,7 +181,7 @@ def check_calls(form: str, calls: Counter[str], n: int, label: str) -> None:
         assert every <= 3 * n - 2, label
     elif form == "gathered":
         assert calls == Counter(
-            {"forward all_gather": 1, "backward all_gather": 1, "backward reduce_scatter": 1}
+            {"forward all_gather": 1, "backward all_gather": 1, "backward all_to_all": 1}
         ), label
     elif form == "ulysses_ring":  # two exchanges each way, and a ring of two
         assert (forward, every) == (2 + 1, 4 + 1 + 2), label
