@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autopar.operators.attention.document_lengths import lengths_of, rows_of, sees_later_keys
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -60,9 +61,15 @@ def _work(part: Part) -> NodeWork:
     """Returns the work of the device that the others wait for.
 
     Under a causal mask some device has a whole block in every turn but the first, in which all have
-    half a one, though all blocks together are only half of the square.
+    half a one, though all blocks together are only half of the square. Under a mask of documents a
+    turn in which no query of a device sees a key of the block takes no time.
     """
-    count = _turns(part)
+    count, lengths = _turns(part), lengths_of(part.node)
+    if lengths.sample:
+        keys = part.types[1].shape[-2]
+        causal = not sees_later_keys(part.node, keys)
+        active = lengths.turns(keys, rows_of(part), count, causal)
+        return kernels(part, active / count, max(1, round(active)))
     share = (count - 0.5) / count if is_causal(part.node) else 1.0
     return kernels(part, share, count)
 
