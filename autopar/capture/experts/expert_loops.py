@@ -98,9 +98,13 @@ class ExpertLoops:
 
     @staticmethod
     def numbered(args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns arguments with numbers for experts whose numbers are known."""
+        """Returns arguments with numbers for experts whose numbers are known.
+
+        The first one stays: it is what a method is called of.
+        """
         return tuple(
-            arg.index() if isinstance(arg, Expert) and arg.numbered else arg for arg in args
+            arg.index() if at and isinstance(arg, Expert) and arg.numbered else arg
+            for at, arg in enumerate(args)
         )
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:

@@ -103,7 +103,7 @@ class Selected:
             raise AttributeError(name)
         if not callable(function):
             raise _refused(name)
-        return partial(handle_torch_function, function, (self,), self)
+        return partial(_method(name), self)
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -136,6 +136,21 @@ for _name in _ROWWISE:
     if _name.startswith("__"):
         setattr(Selected, _name, _operator(_name))
 Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Returns a method of tensors that any mode can pass on, also one of the model's own.
+
+    Tensors' own methods take tensors only, once a mode calls them.
+    """
+
+    def method(self: Selected | Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, Tensor):
+            return getattr(Tensor, name)(self, *args, **kwargs)
+        return handle_torch_function(method, (self,), self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def selects(name: str, args: Sequence[Any]) -> bool:
