@@ -198,6 +198,7 @@ class Asked:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
         batches: whether a rank passes the whole batch or its part.
         expert_load: the frequency of each expert that prices assumed.
+        documents: the lengths of documents in packed rows that prices assumed.
         execution: how prices assumed that kernels are run; "" for one for each operator.
         whole_loss: whether the loss of a step of microbatches is that of the whole batch.
     """
@@ -208,6 +209,7 @@ class Asked:
     unknown_ops: str = "replicate"
     batches: str = "global"
     expert_load: str = "equal"
+    documents: str = "unknown"
     execution: str = ""
     whole_loss: bool = False
 
@@ -222,6 +224,7 @@ class Asked:
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
             "expert_load": (Text(2**20), UNASKED.expert_load),
+            "documents": (Text(2**20), UNASKED.documents),
             "whole_loss": (FLAG, UNASKED.whole_loss),
             "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }

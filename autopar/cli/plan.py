@@ -133,6 +133,11 @@ if TYPE_CHECKING:
     help="How often experts are chosen, for prices: equal (the default), 'zipf 0.8', or shares.",
 )
 @click.option(
+    "--documents",
+    metavar="LENGTHS",
+    help="Lengths of documents packed into a row, for prices: a sample, '4096 512 512 128'.",
+)
+@click.option(
     "--fuse/--no-fuse",
     default=None,
     help="Whether to replace groups of operators by fused kernels.",
@@ -190,6 +195,7 @@ def command(
     collectives: str | None,
     outer: str | None,
     expert_load: str | None,
+    documents: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
     as_frontier: bool,
@@ -233,6 +239,7 @@ def command(
         "offload": offload,
         "collectives": _algorithms(collectives),
         "expert_load": expert_load,
+        "documents": documents,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": stage_count if global_batch is None else "auto",

@@ -18,7 +18,7 @@ import torch
 
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.lower.literals import quoted
-from autopar.operators.attention.sequence_forms import SEEN
+from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.interpret import TORCH_DTYPES
@@ -77,7 +77,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     if node.op == MIXTURE:
         keywords.pop(LOAD, None)
         return f"mesh.mixture({_call(args, keywords)})"
-    keywords.pop(SEEN, None)
+    for name in PRICED:
+        keywords.pop(name, None)
     if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"
     writer = _WRITERS.get(base)

@@ -15,7 +15,7 @@ from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.across import Across
 from autopar.operators.assume import assume
-from autopar.operators.attention.sequence_forms import SEEN
+from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.mixture import MIXTURE, Experts, mixture
@@ -244,7 +244,8 @@ def execute(
         kwargs.pop(LOAD, None)
         experts = Experts(gate, up, down, act, tuple(biases) or (None, None, None))
         return mixture(experts, x, ids, weights, **kwargs)
-    kwargs.pop(SEEN, None)
+    for name in PRICED:
+        kwargs.pop(name, None)
     if (function := called(node)) is not None:
         name, first = function
         return find(name).apply(*args[first:])

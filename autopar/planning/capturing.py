@@ -19,6 +19,7 @@ from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
+from autopar.operators.attention.document_lengths import UNKNOWN, DocumentLengths, with_documents
 from autopar.operators.expert_load import ExpertLoad, with_load
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
@@ -251,6 +252,8 @@ def capture_graph(
         keep("fuse", graph)
     if options.expert_load != "equal":
         graph = with_load(graph, ExpertLoad.parse(options.expert_load))
+    if options.documents != UNKNOWN:
+        graph = with_documents(graph, DocumentLengths.parse(options.documents))
     graph = replace(graph, execution=options.execution)
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))

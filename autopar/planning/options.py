@@ -23,6 +23,7 @@ from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.ir.storage import Storage
 from autopar.ir.update import ADAMW, Update
+from autopar.operators.attention.document_lengths import UNKNOWN, DocumentLengths
 from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
@@ -54,6 +55,7 @@ class Options:
         batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
         stored: storage of each parameter by its key, if another program has fixed it.
         expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
+        documents: lengths of documents in packed rows, for prices; see `DocumentLengths`.
         execution: how the kernels of a plan are run, for prices; see `Execution`.
         allow: "stale gradients" admits schedules that change the result of training.
 
@@ -86,6 +88,7 @@ class Options:
     allow: str = ""
     batches: str = GLOBAL
     expert_load: str = "equal"
+    documents: str = UNKNOWN
     execution: Execution = AS_WRITTEN
     stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
@@ -95,6 +98,7 @@ class Options:
         find(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
         ExpertLoad.parse(self.expert_load)
+        DocumentLengths.parse(self.documents)
         if isinstance(self.stages, str) and self.stages != AUTO:
             raise OptionError(
                 f"stages is {self.stages!r}", why='a whole number or "auto" is expected'
@@ -149,6 +153,7 @@ class Options:
             collectives=plan.collectives,
             batches=plan.asked.batches,
             expert_load=plan.asked.expert_load,
+            documents=plan.asked.documents,
             execution=Execution.read(plan.asked.execution),
         )
         if recorded.memory == math.inf:  # the plan records no limit

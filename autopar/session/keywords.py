@@ -134,6 +134,8 @@ class PlanKeywords(AverageKeywords, total=False):
             its own part, as from a DistributedSampler; "local over data" if ranks that differ along
             other axes pass the same part. See `Session.data_rank`.
         expert_load: the assumed frequency of each expert: "equal", "zipf 0.8", or their shares.
+        documents: the lengths of documents that are packed into a row, for prices of attention
+            under their mask: a sample such as "4096 512 512 128", or "unknown".
         execution: how kernels are run, for prices: "compiled=blocks merged host=compiled"; see
             `autopar/ir/executed/execution.py`. By default every operator is one.
         outer: how replicas along independent axes of the mesh, which train separately,
@@ -168,6 +170,7 @@ class PlanKeywords(AverageKeywords, total=False):
     collectives: str | Sequence[str] | None
     batches: str
     expert_load: str
+    documents: str
     execution: str | Execution
     outer: Outer | str | None
     on_loss: str | None
@@ -249,6 +252,7 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "expert_load": Text(2**20),
+    "documents": Text(2**20),
     "execution": Or((_WORD, Of((Execution,), "an autopar.Execution"))),
     "backend": _WORD,
     "batches": _WORD,
@@ -267,6 +271,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "accumulate": 1, "whole_loss": True, "schedule": "1f1b",
     "global_batch": None, "allow": "", "state": None, "precision": None, "gradients": None,
     "fuse": False, "offload": None, "collectives": None, "ema": None, "expert_load": "equal",
+    "documents": "unknown",
     "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
     "pad_to": None, "batches": GLOBAL, "outer": None, "execution": "", "evaluate": None,
@@ -336,7 +341,7 @@ def planning_options(
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "schedule", "global_batch", "allow", "state",
-        "expert_load",
+        "expert_load", "documents",
     )  # fmt: skip
     return Options(
         **{name: options[name] for name in same},

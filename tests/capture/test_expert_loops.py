@@ -77,6 +77,23 @@ def test_a_loop_is_one_mixture_and_pieces_are_one_product() -> None:
     assert captured(by_counts)["autopar.grouped_linear"] == 1
 
 
+def idle(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.dropout(F.dropout(gated(rows, up, down), 0.0), 0.5, training=False)
+
+
+def test_dropout_that_drops_nothing_leaves_a_mixture() -> None:
+    assert captured(lambda *given: each(*given, idle))[MIXTURE] == 1
+
+
+def dropped(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.dropout(gated(rows, up, down), 0.1)
+
+
+def dropped_piece(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    pieces = x.split(F.one_hot(ids[:, 0], EXPERTS).sum(0).tolist())
+    return torch.cat([F.dropout(F.linear(p, model.down[at])) for at, p in enumerate(pieces)])
+
+
 def mean_of_rows(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return gated(rows, up, down) - rows.mean(0)
 
@@ -123,6 +140,8 @@ def length_of_rows(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 REFUSED: dict[str, tuple[Body, str]] = {
     "rows that meet": (lambda *given: each(*given, mean_of_rows), "mean of the rows"),
+    "dropout": (lambda *given: each(*given, dropped), "which numbers a row gets"),
+    "dropout of pieces": (dropped_piece, "which numbers a row gets"),
     "no weight": (unweighted, "index_add_ of the rows"),
     "some experts": (some_experts, "sizes"),
     "another order": (reversed_pieces, "cat of the rows"),

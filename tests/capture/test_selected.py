@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from tests.support.ranks import run_ranks
 
 Body = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -41,6 +44,12 @@ def unsafe(h: Tensor, x: Tensor, m: Tensor, y: Tensor) -> Tensor:
     return (h[positive].log() / h[positive]).mean()
 
 
+def in_a_mode(h: Tensor, x: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    with torch.device("cpu"):  # a mode of torch's functions, as that of set_default_device
+        first, second = h[m].chunk(2, dim=-1)
+        return (first * second.sigmoid()).mean()
+
+
 BODIES: dict[str, Body] = {
     "sum": lambda h, x, m, y: h[m].sin().sum(),
     "mean of rows": lambda h, x, m, y: h[m].mean(0).square().sum(),
@@ -59,6 +68,7 @@ BODIES: dict[str, Body] = {
     "each": lambda h, x, m, y: F.cross_entropy(h[m], y[m], reduction="none").square().mean(),
     "logits": lambda h, x, m, y: F.binary_cross_entropy_with_logits(h[m], (x[m] > 0).double()),
     "writes": writes,
+    "in a mode": in_a_mode,
 }
 
 
@@ -82,6 +92,12 @@ def train() -> dict[str, tuple[list[float], Tensor]]:
         losses = [program.step(**batch(seed)).item() for seed in range(3)]
         runs[name] = losses, program.state_dict()["layer.weight"]
     return runs
+
+
+def test_methods_of_rows_pass_through_modes_of_the_model() -> None:
+    model = Masks(in_a_mode)
+    captured = capture_graph(model, (), batch(0), Options(), Trace(None))
+    assert any(node.op == "aten.sigmoid" for node in captured.graph.nodes)
 
 
 @pytest.mark.slow

@@ -173,17 +173,17 @@ def check_calls(form: str, calls: Counter[str], n: int, label: str) -> None:
     """
     forward = sum(count for kind, count in calls.items() if kind.startswith("forward"))
     every = sum(calls.values())
-    if form == "ring":
+    if form == "ring":  # torch's sends the gradients of the first turn, too
         assert forward == n - 1, label
-        assert every <= 3 * n - 2, label
+        assert every == 3 * n - 3, label
     elif form == "zigzag":
         assert forward == max(n - 1, 2), label
         assert every <= 3 * n - 2, label
     elif form == "gathered":
         assert calls == Counter(
-            {"forward all_gather": 1, "backward all_gather": 1, "backward reduce_scatter": 1}
+            {"forward all_gather": 1, "backward all_gather": 1, "backward all_to_all": 1}
         ), label
     elif form == "ulysses_ring":  # two exchanges each way, and a ring of two
-        assert (forward, every) == (2 + 1, 4 + 1 + 3), label
+        assert (forward, every) == (2 + 1, 4 + 1 + 2), label
     elif form == "ulysses":
         assert calls == Counter({"forward all_to_all": 2, "backward all_to_all": 2}), label

@@ -102,7 +102,40 @@ def check_calls(form: str, calls: Counter[str], n: int) -> None:
         assert calls["deal"] == 4
     else:
         assert forward <= (max(n - 1, 2) if form == "zigzag" else n - 1)
-        assert every <= 3 * n - 2
+        assert every <= 3 * n - (2 if form == "zigzag" else 3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_ring_sends_blocks_to_devices_that_see_them(causal: bool) -> None:
+    """Keys and values of all devices but those before them, twice, and as many gradients once."""
+    form, n, length, width = "ring", 4, 20, 6
+    shape = Shape((2, 2), (length, length), (2, 4), "causal" if causal else "")
+
+    def on_one(rank: int, device: ThreadDevice) -> int:
+        tensors, _, given = draw(shape)
+        peers: Any = device.group("x")
+        start, count = peers.own(length)
+        inputs = [x.narrow(-2, start, count).requires_grad_() for x in tensors]
+        sent = [0]
+        deal = peers.deal
+
+        def counted(rows: Any, takes: Any) -> Any:
+            sent[0] += sum(
+                x.numel() for to, row in enumerate(rows) if to != peers.index for x in row
+            )
+            return deal(rows, takes)
+
+        object.__setattr__(peers, "deal", counted)
+        device.group = lambda axes: peers  # type: ignore[method-assign]
+        run = getattr(device, f"{form}_attention")
+        out = run(*inputs, axis="x", size=(length, length), is_causal=causal)
+        torch.autograd.grad(out, inputs, given.narrow(-2, start, count))
+        return sent[0]
+
+    devices = on_all_devices(Mesh.parse(f"cpu: x={n}"), on_one)
+    block = 2 * 2 * width * length // n  # batch, heads, both widths, positions
+    pairs = n * (n - 1) // (2 if causal else 1)
+    assert sum(devices) == 3 * pairs * block
 
 
 def test_the_zigzag_order_sends_bytes_where_dtypes_differ() -> None:

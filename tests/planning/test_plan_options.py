@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "update": Update.parse(["a b whole -> row[a 1], col[1 b]", "* -> momentum_buffer[*]"]),
     "batches": "local over gpu",
     "expert_load": "zipf 0.5",
+    "documents": "512 128",
     "execution": Execution.read("merged loss=steps"),
     "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }

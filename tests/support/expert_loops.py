@@ -292,6 +292,21 @@ def fewer(model: Loop, x: Tensor) -> Tensor:
     return out
 
 
+def identity(model: Loop, x: Tensor) -> Tensor:
+    """LongCat-Flash: an expert without weights gives its tokens back."""
+    weights, ids = model.routed(x)
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        number = int(hit.item())
+        slot, token = torch.where(mask[number].squeeze(0))
+        if token.numel() == 0:
+            continue
+        rows = x[token] if number == EXPERTS - 1 else model.experts[number](x[token])
+        out.index_add_(0, token, rows * weights[token, slot, None])
+    return out
+
+
 def overwritten(model: Loop, x: Tensor) -> Tensor:
     """A token keeps what its last expert gives."""
     weights, ids = model.routed(x)
@@ -330,4 +345,6 @@ MIXTURES: dict[str, Body] = {
                  each_slot, switch, scattered, dense, within_capacity, others, positions,
                  unique_ids, counted, stacked, summed_stack)
 }  # fmt: skip
-OTHERS: dict[str, Body] = {body.__name__: body for body in (soft, fewer, overwritten, written)}
+OTHERS: dict[str, Body] = {
+    body.__name__: body for body in (soft, fewer, identity, overwritten, written)
+}

@@ -30,6 +30,7 @@ from autopar.capture.experts.expert_rows import (
     Weight,
     refused,
 )
+from autopar.capture.stand_ins.dropout import drops
 from autopar.operators.activation import FUNCTIONS
 
 _UNCHANGED = ("contiguous", "clone", "to", "type", "type_as", "float", "double", "bfloat16", "half")
@@ -97,9 +98,13 @@ class ExpertLoops:
 
     @staticmethod
     def numbered(args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns arguments with numbers for experts whose numbers are known."""
+        """Returns arguments with numbers for experts whose numbers are known.
+
+        The first one stays: it is what a method is called of.
+        """
         return tuple(
-            arg.index() if isinstance(arg, Expert) and arg.numbered else arg for arg in args
+            arg.index() if at and isinstance(arg, Expert) and arg.numbered else arg
+            for at, arg in enumerate(args)
         )
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -215,6 +220,8 @@ def _straight(weight: Weight, turned: bool) -> Tensor:
 
 def _of_rows(rows: Rows, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Returns what a function gives whose first argument is rows."""
+    if name == "dropout" and not drops(*args, **kwargs):
+        return rows
     if name in _UNCHANGED:
         kept = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
         whole = rows.weights is not None  # a mixture has the dtype of its tokens

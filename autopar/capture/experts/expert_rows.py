@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from autopar.capture.stand_ins.dropout import TODO, WHY
 from autopar.errors import CaptureError
 from autopar.operators.activation import ACTIVATIONS
 from autopar.operators.model_calls.mixture_call import mixture
@@ -18,6 +19,9 @@ from autopar.operators.model_calls.mixture_call import mixture
 
 def refused(name: str, why: str = "how many rows an expert has depends on values") -> CaptureError:
     """Returns the error of a call that is no part of a mixture."""
+    if name == "dropout":
+        where = "dropout of the rows of an expert, in a loop over experts"
+        return CaptureError(where, why=WHY, todo=TODO)
     return CaptureError(
         f"{name} of the rows of an expert, in a loop over experts",
         why=f"{why}; two or three products, functions of each element, and a weight are traced",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.experts.expert_rows import StandIn, refused
+from autopar.capture.stand_ins.dropout import drops
 from autopar.operators.grouped_products import grouped_linear
 
 # Functions of each element.
@@ -170,6 +171,8 @@ class RowCounts:
     def _step(
         self, piece: Piece, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Piece:
+        if name == "dropout" and not drops(*args, **kwargs):
+            return piece
         if name == "linear":
             weight, bias = [*args, *kwargs.values(), None][:2]
             step = _Step(None, self._of(weight, piece), self._of(bias, piece))

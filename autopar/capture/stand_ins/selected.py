@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from autopar.capture.stand_ins.dropout import TODO, WHY, drops
 from autopar.errors import CaptureError
 
 # Row-wise functions of one operand, and of several operands.
@@ -102,7 +103,7 @@ class Selected:
             raise AttributeError(name)
         if not callable(function):
             raise _refused(name)
-        return partial(handle_torch_function, function, (self,), self)
+        return partial(_method(name), self)
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -135,6 +136,21 @@ for _name in _ROWWISE:
     if _name.startswith("__"):
         setattr(Selected, _name, _operator(_name))
 Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Returns a method of tensors that any mode can pass on, also one of the model's own.
+
+    Tensors' own methods take tensors only, once a mode calls them.
+    """
+
+    def method(self: Selected | Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, Tensor):
+            return getattr(Tensor, name)(self, *args, **kwargs)
+        return handle_torch_function(method, (self,), self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def selects(name: str, args: Sequence[Any]) -> bool:
@@ -191,7 +207,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
         return losses if reduction == "none" else _reduced(reduction, losses)
     if name in _ALONG.split():
         return _along(func, name, first, *args[1:], **kwargs)
-    if name == "dropout" and args[0] is first and not _drops(*args[1:], **kwargs):
+    if name == "dropout" and args[0] is first and not drops(*args[1:], **kwargs):
         return first
     if name in _VIEWS and args[0] is first:
         return _viewed(first, name, args[1:], kwargs)
@@ -200,10 +216,6 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
     if not (alike if name in _SEVERAL.split() else alone and name in _UNARY.split()):
         raise _refused(name)
     return first.like(func(*map(_rows, args), **_mapped(kwargs)))
-
-
-def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return training and p > 0
 
 
 def _viewed(of: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -288,6 +300,8 @@ def _mapped(values: dict[str, Any]) -> dict[str, Any]:
 def _refused(
     name: str, why: str = "how many rows a mask selects depends on its values"
 ) -> CaptureError:
+    if name == "dropout":
+        return CaptureError(f"{name} of the rows that a mask selects, x[mask]", why=WHY, todo=TODO)
     return CaptureError(
         f"{name} of the rows that a mask selects, x[mask]",
         why=f"{why}; only row-wise operations, sums, means and losses are supported",

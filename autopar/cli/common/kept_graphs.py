@@ -138,7 +138,7 @@ def _identity(wanted: ModelSpec) -> list[object]:
 
 def _capture_options(options: Options) -> list[object]:
     """Returns the options on which a graph depends."""
-    own = [options.expert_load, options.update.mixes, options.counted]
+    own = [options.expert_load, options.documents, options.update.mixes, options.counted]
     return [str(options.precision), list(options.fuse), *own]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.tensor import part_of
+from autopar.operators.attention.document_lengths import dealt as dealt_blocks
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
@@ -24,29 +24,15 @@ from autopar.operators.attention.partial_attention import (
 from autopar.operators.attention.sequences import Order, Parcel, Run, contiguous, dealt
 from autopar.operators.peer_devices import Peers
 
-BLOCKS = 8  # of queries, for each device
-
 
 def shares(spans: Sequence[Run], count: int) -> Order:
-    """Returns the queries of each device, in blocks of one number of queries.
-
-    Graham, "Bounds on multiprocessing timing anomalies" (1969): no device has more than 4/3 of the
-    best division's work.
+    """Returns the queries of each device, so that all see equally much.
 
     Args:
         spans: first key and end of the keys that each query sees.
         count: number of devices.
     """
-    parts = BLOCKS * count
-    runs = [part_of(len(spans), parts, at) for at in range(parts)]
-    ranked = sorted((run for run in runs if run[1]), key=lambda run: (-_work(spans, run), run))
-    loads = [(0, 0, at) for at in range(count)]  # work, queries and the device
-    given: list[list[Run]] = [[] for _ in range(count)]
-    for run in ranked:
-        work, queries, at = min(loads)
-        loads[at] = work + _work(spans, run), queries + run[1], at
-        given[at].append(run)
-    return [tuple(sorted(own)) for own in given]
+    return dealt_blocks(len(spans), lambda run: _work(spans, run), count)
 
 
 def span(spans: Sequence[Run], run: Run) -> Run:

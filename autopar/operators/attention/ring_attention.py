@@ -2,14 +2,16 @@
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
 (arXiv:2310.01889), section 3: while a device computes on one block, it sends that to the next one.
-Forwards a block makes n - 1 hops. Backwards it makes them again, and the gradients of its keys and
-values follow it one turn behind, and home by one hop more.
+Forwards a block makes n - 1 hops, or fewer if no later device sees it. Backwards it makes them
+again, and the gradients of its keys and values follow it one turn behind: from the device that has
+it second, since those of the first turn are at home, and from the last one home.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,17 +49,40 @@ class Ring:
         """Returns the keys of the longest part."""
         return max(map(length, self.keys))
 
-    def passed_on(self, row: Tensor) -> Callable[[], Tensor]:
-        """Starts to send a row to the next device; what is returned waits for the previous one's.
+    def reach(self, causal: bool) -> list[int]:
+        """Returns for each device the last turn in which a query sees one of its keys."""
+        size = self.peers.size
+        found = []
+        for source in range(size):
+            seen = (t for t in range(size) if self.meetings(t, causal, (source + t) % size))
+            found.append(max(seen, default=0) if causal else size - 1)
+        return found
 
-        Rows have equal lengths.
+    def passed(
+        self, row: Tensor, to: Callable[[int], int | None]
+    ) -> Callable[[], dict[int, Tensor]]:
+        """Starts to send rows of equal lengths.
+
+        Args:
+            row: the row that this device sends, or another of its length if it sends none.
+            to: returns to which device a device sends its row; None for none.
+
+        Returns:
+            A function that waits for the rows that arrive here, by sender.
         """
         size, me = self.peers.size, self.peers.index
+        senders = [device for device in range(size) if to(device) == me]
         sent: list[list[Tensor]] = [[] for _ in range(size)]
-        takes = [0] * size
-        sent[(me + 1) % size], takes[me - 1] = [row], row.numel()
+        target = to(me)
+        sent[me if target is None else target] = [row[:0] if target is None else row]
+        takes = [row.numel() if device in senders else 0 for device in range(size)]
         wait = self.peers.deal(sent, takes)
-        return lambda: wait()[me - 1]
+
+        def arrive() -> dict[int, Tensor]:
+            rows = wait()
+            return {sender: rows[sender] for sender in senders}
+
+        return arrive
 
     def met(self, turn: int) -> Order:
         """Returns the keys of a turn up to the last that a query of the device sees causally."""
@@ -159,7 +184,7 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring,
     ) -> Tensor:
         parts, mask = Result(query, key, value, how), settled(mask)
-        for turn, keys, values in _blocks(key, value, ring):
+        for turn, keys, values in _blocks(key, value, ring, how.causal):
             Turn(query, keys, values, mask, how, ring, turn).attend(parts)
         out, lse = parts.total()
         result = out.to(query.dtype)
@@ -174,24 +199,14 @@ class _RingAttention(torch.autograd.Function):
         how, ring = ctx.how, ctx.ring
         into, additive = GradientSum(query), ctx.needs_input_grad[3]
         into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
-        arriving: Callable[[], Tensor] | None = None
-        for turn, keys, values in _blocks(key, value, ring):
+        sums = _KeySums(key, value, ring, how.causal)
+        for turn, keys, values in _blocks(key, value, ring, how.causal):
             pair = GradientSum(keys), GradientSum(values)
             part = Turn(query, keys, values, mask, how, ring, turn)
             part.differentiate((lse, gradients[0], out), (into, *pair), into_mask)
-            if arriving is None:
-                row = packed(pair[0].total(), pair[1].total(), ring.longest())
-            else:
-                row = arriving()
-                owed = unpacked(row, (key, value), ring.longest(), keys.shape[-2])
-                for total, more in zip(owed, pair, strict=True):
-                    more.add_to(total)
-            arriving = ring.passed_on(row)
-        assert arriving is not None
-        lengths = length(ring.keys[ring.peers.index])
-        home = unpacked(arriving(), (key, value), ring.longest(), lengths)
+            sums.add(turn, pair)
         masks = None if into_mask is None else into_mask.to(mask.dtype)
-        whole = into.total(), *home
+        whole = into.total(), *sums.total()
         dtypes = query.dtype, key.dtype, value.dtype
         return *(x.to(dtype) for x, dtype in zip(whole, dtypes, strict=True)), masks, None, None
 
@@ -262,15 +277,82 @@ class Turn:
         )  # fmt: skip
 
 
-def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields (turn, keys, values) of all devices, this one's first, while the next are sent."""
-    row, size = packed(key, value, ring.longest()), ring.peers.size
-    for turn in range(size):
-        arriving = ring.passed_on(row) if turn + 1 < size else None
-        count = length(ring.keys[ring.source(turn)])
-        keys, values = unpacked(row, (key, value), ring.longest(), count)
+def _blocks(
+    key: Tensor, value: Tensor, ring: Ring, causal: bool
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields (turn, keys, values) of all devices, this one's first, while the next are sent.
+
+    In turns in which this device sees no keys, they have no values that mean anything.
+    """
+    row, reach = packed(key, value, ring.longest()), ring.reach(causal)
+    last = max(reach)
+
+    def onwards(turn: int, device: int) -> int | None:
+        return (device + 1) % ring.peers.size if turn < reach[ring.source(turn, device)] else None
+
+    for turn in range(last + 1):
+        arriving = ring.passed(row, partial(onwards, turn)) if turn < last else dict
+        keys, values = key, value
+        if turn:
+            count = length(ring.keys[ring.source(turn)])
+            keys, values = unpacked(row, (key, value), ring.longest(), count)
         yield turn, keys, values
-        row = row if arriving is None else arriving()
+        row = next(iter(arriving().values()), row)
+
+
+class _KeySums:
+    """The gradients of keys and values, which follow these one turn behind."""
+
+    def __init__(self, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> None:
+        self._like, self._ring, self._reach = (key, value), ring, ring.reach(causal)
+        self._own: list[Tensor] = []
+        self._turn = 0  # the last one
+        self._arriving: Callable[[], dict[int, Tensor]] = dict
+
+    def add(self, turn: int, pair: tuple[GradientSum, GradientSum]) -> None:
+        """Adds the gradients of a turn, and sends their sum on unless it is at home."""
+        if turn == 0:
+            self._own = [part.total() for part in pair]
+            return
+        ring, row = self._ring, self._arrived()
+        if turn > self._reach[ring.source(turn)]:
+            size = sum(x[..., :1, :].numel() for x in self._like) * ring.longest()
+            row = self._own[0].new_empty(size)
+        elif row is None:
+            row = packed(pair[0].total(), pair[1].total(), ring.longest())
+        else:
+            self._add(row, pair)
+        self._turn, self._arriving = turn, ring.passed(row, partial(self._to, turn))
+
+    def total(self) -> list[Tensor]:
+        """Returns those of this device's own keys and values."""
+        self._arrived()
+        return self._own
+
+    def _to(self, turn: int, device: int) -> int | None:
+        """Returns to which device a device sends the gradients of a turn."""
+        source = self._ring.source(turn, device)
+        if turn < self._reach[source]:
+            return (device + 1) % self._ring.peers.size
+        return source if turn == self._reach[source] else None
+
+    def _arrived(self) -> Tensor | None:
+        """Adds what has come home; returns what goes on from here."""
+        onwards = None
+        for sender, row in self._arriving().items():
+            if self._ring.source(self._turn, sender) != self._ring.peers.index:
+                onwards = row
+                continue
+            parts = unpacked(row, self._like, self._ring.longest(), self._own[0].shape[-2])
+            for total, more in zip(self._own, parts, strict=True):
+                total.add_(more)
+        return onwards
+
+    def _add(self, row: Tensor, pair: tuple[GradientSum, GradientSum]) -> None:
+        count = pair[0].like.shape[-2]
+        parts = unpacked(row, self._like, self._ring.longest(), count)
+        for total, more in zip(parts, pair, strict=True):
+            more.add_to(total)
 
 
 def packed(key: Tensor, value: Tensor, longest: int) -> Tensor:

@@ -19,6 +19,7 @@ from autopar.operators.attention.partial_attention import Attention
 from autopar.operators.attention.ring_attention import Ring, Turn
 from autopar.operators.attention.sequence_forms import groups
 from autopar.operators.attention.sequences import (
+    Order,
     Parcel,
     contiguous,
     dealt,
@@ -62,7 +63,7 @@ class _ZigzagAttention(torch.autograd.Function):
         rows, columns = contiguous(peers, size[0]), contiguous(peers, size[1])
         steps = groups(peers.size)
         first = [
-            Parcel(x, columns, turned(ring.keys, [turn])) for turn in steps[0] for x in (key, value)
+            Parcel(x, columns, _read(ring, turn, steps)) for turn in steps[0] for x in (key, value)
         ]
         query, *arrived = dealt([Parcel(query, rows, ring.queries), *first], peers)()
         key, value = arrived[:2]
@@ -87,7 +88,7 @@ class _ZigzagAttention(torch.autograd.Function):
         rows, columns = contiguous(peers, ctx.size[0]), contiguous(peers, ctx.size[1])
         steps = groups(peers.size)
         others = [
-            Parcel(x, ring.keys, turned(ring.keys, [turn]))
+            Parcel(x, ring.keys, _read(ring, turn, steps))
             for turn in steps[0][1:]
             for x in (key, value)
         ]
@@ -131,8 +132,14 @@ def _next(
     if not later:
         return dealt(more, ring.peers) if more else list
     before = turned(ring.keys, turns[-1:])
-    blocks = [Parcel(x, before, turned(ring.keys, [turn])) for turn in later[0] for x in block]
+    blocks = [Parcel(x, before, _read(ring, turn, later)) for turn in later[0] for x in block]
     return dealt([*blocks, *more], ring.peers)
+
+
+def _read(ring: Ring, turn: int, steps: Sequence[range]) -> Order:
+    """Returns the keys of a turn: those that devices see, or all that they keep or send on."""
+    every = turn == 0 or any(turn == turns[-1] for turns in steps[:-1])
+    return turned(ring.keys, [turn]) if every else ring.met(turn)
 
 
 def _home(x: Tensor, count: int) -> GradientSum:

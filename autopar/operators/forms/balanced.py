@@ -1,7 +1,7 @@
 """Attention under a mask of documents or windows, balanced by the keys that queries see.
 
 A block of queries reads the keys between the first and the last that one of them sees. Prices take
-what is known of the mask before training, such as a window; what documents hide is not.
+what is known of the mask before training, such as a window, and the lengths of documents if given.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from autopar.ir.graph import Ref
+from autopar.operators.attention.document_lengths import (
+    BLOCKS,
+    lengths_of,
+    rows_of,
+    sees_later_keys,
+)
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -72,8 +78,12 @@ def _sends(part: Part) -> Calls:
 
 def _work(part: Part) -> NodeWork:
     """Returns the work of a device's blocks, which see a block more than each of their queries."""
-    blocks = BLOCKS * part.ways(split(part))
-    return kernels(part, min(1.0, seen(part.node) + 1.0 / blocks))
+    count, keys, lengths = part.ways(split(part)), Sizes.of(part).every, lengths_of(part.node)
+    share = min(1.0, seen(part.node) + 1.0 / (BLOCKS * count))
+    if lengths.sample:
+        causal = not sees_later_keys(part.node, keys)
+        share = min(share, lengths.balanced(keys, rows_of(part), count, causal))
+    return kernels(part, share)
 
 
 def _scratch(part: Part) -> tuple[float, float]:
@@ -85,7 +95,6 @@ def _scratch(part: Part) -> tuple[float, float]:
     return whole + masks + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
 
 
-BLOCKS = 8  # of queries, for each device
 NEEDS = "a bool mask of all queries and keys, a sequence of both that is split, and no dropout"
 FORM = Form(
     "balanced",

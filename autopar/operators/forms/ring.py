@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autopar.operators.attention.document_lengths import lengths_of, rows_of, sees_later_keys
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -53,26 +54,32 @@ def _sends(part: Part) -> Calls:
     axes, sizes, count = split(part), Sizes.of(part), _turns(part)
     hop = collective("send", axes, sizes.pair)
     home = collective("send", axes, gradient_bytes(sizes))
-    return (hop,) * (count - 1), (hop,) * (count - 1) + (home,) * count
+    return (hop,) * (count - 1), (hop,) * (count - 1) + (home,) * (count - 1)
 
 
 def _work(part: Part) -> NodeWork:
     """Returns the work of the device that the others wait for.
 
     Under a causal mask some device has a whole block in every turn but the first, in which all have
-    half a one, though all blocks together are only half of the square.
+    half a one, though all blocks together are only half of the square. Under a mask of documents a
+    turn in which no query of a device sees a key of the block takes no time.
     """
-    count = _turns(part)
+    count, lengths = _turns(part), lengths_of(part.node)
+    if lengths.sample:
+        keys = part.types[1].shape[-2]
+        causal = not sees_later_keys(part.node, keys)
+        active = lengths.turns(keys, rows_of(part), count, causal)
+        return kernels(part, active / count, max(1, round(active)))
     share = (count - 0.5) / count if is_causal(part.node) else 1.0
     return kernels(part, share, count)
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of two blocks, and of their gradients."""
+    """Returns the bytes of two blocks, and of their gradients beside those of the device's own."""
     sizes = Sizes.of(part)
     scores = scores_bytes(part, sizes.rows, sizes.keys)
     blocks = 2.0 * sizes.pair
-    return blocks + scores, blocks + 2.0 * gradient_bytes(sizes) + 2 * scores
+    return blocks + scores, blocks + 3.0 * gradient_bytes(sizes) + 2 * scores
 
 
 NEEDS = "a sequence of queries and keys that is split, and no dropout"

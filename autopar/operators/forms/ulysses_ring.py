@@ -73,8 +73,8 @@ def _sends(part: Part) -> Calls:
     received = (into.nbytes - sizes.query) / max(sizes.pair, 1)
     hop = collective("send", tuple(outer), sizes.pair * received)
     home = collective("send", tuple(outer), gradient_bytes(sizes) * received)
-    hops = (hop,) * (_turns(part) - 1)
-    return (into, *hops, out), (out, *hops, *(home,) * _turns(part), into)
+    hops, homes = (hop,) * (_turns(part) - 1), (home,) * (_turns(part) - 1)
+    return (into, *hops, out), (out, *hops, *homes, into)
 
 
 def _work(part: Part) -> NodeWork:

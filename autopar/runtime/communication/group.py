@@ -168,10 +168,12 @@ class Group:
         """Sends x[i] to the rank with block i; returns, in the same places, what each has sent."""
         if self.size == 1:
             return x
-        sent = x[list(self._by_rank())].contiguous()
+        index_of = list(self._by_rank())
+        in_order = index_of == sorted(index_of)
+        sent = (x if in_order else x[index_of]).contiguous()
         out = torch.empty_like(sent)
         self.calls.all_to_all(out.view(-1), sent.view(-1))
-        return out[self.order_of_blocks()]
+        return out if in_order else out[self.order_of_blocks()]
 
     def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
         """Sends the first sends[0] rows of x to the rank with block 0, and so on; see `Peers`."""
@@ -220,6 +222,8 @@ class Group:
 
     def sum_parts(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks of x[i], where i is this rank's block."""
+        if x.is_cpu:  # gloo reduces all of x on every rank, which takes twice as long
+            return self.swap(x).sum(0)
         index_of = list(self._by_rank())
         rows = x if index_of == sorted(index_of) else x[index_of]
         out = x.new_empty(x.shape[1:])

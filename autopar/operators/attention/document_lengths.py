@@ -1,0 +1,185 @@
+"""Lengths of the documents that are packed into rows, for prices of attention under their mask.
+
+    "unknown"             a row may have one document
+    "512"                 documents of 512 positions
+    "4096 512 512 128"    a sample; rows are packed with documents of these lengths in turn
+
+A row takes whole documents until it is full, and the beginning of one more. Prices are means over a
+few batches of such rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.errors import OptionError
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.rewrite import argument
+from autopar.ir.tensor import part_of
+from autopar.operators.attention.sequence_forms import ATTENTION, SEEN, seen
+from autopar.operators.form import Part
+
+DOCUMENTS = "documents"  # a keyword of attention, for prices only
+PRICED = (SEEN, DOCUMENTS)  # keywords that change nothing but prices
+UNKNOWN = "unknown"
+BLOCKS = 8  # of queries for each device, in the form `balanced`
+_BATCHES = 8  # over which prices are means
+_LENGTHS = 2**16
+Run = tuple[int, int]  # first position and length
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """A sample of lengths; prints as the text that `parse` reads.
+
+    Attributes:
+        sample: positions of each document; empty if unknown.
+    """
+
+    sample: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> DocumentLengths:
+        """Returns the sample that a text says; raises OptionError if it says none."""
+        words = text.split()
+        if words in ([], [UNKNOWN]):
+            return cls()
+        plain = all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words)
+        if plain and len(words) <= _LENGTHS:
+            return cls(tuple(map(int, words)))
+        raise OptionError(
+            f"cannot read the lengths of documents {text[:50]!r}",
+            todo=f'write "{UNKNOWN}", "512", or a sample of lengths in positions, "4096 512 128"',
+        )
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.sample)) or UNKNOWN
+
+    def balanced(self, size: int, rows: int, devices: int, causal: bool) -> float:
+        """Returns the keys that the busiest device reads for each of its queries, of all keys.
+
+        Args:
+            size: positions of a row.
+            rows: rows of a batch, which share the division of queries over devices.
+            devices: their number.
+            causal: whether queries see no later keys.
+        """
+        return _balanced(self, size, rows, devices, causal)
+
+    def turns(self, size: int, rows: int, devices: int, causal: bool) -> float:
+        """Returns in how many turns of a ring a device sees a key; arguments as in `balanced`."""
+        return _turns(self, size, rows, devices, causal)
+
+
+@functools.cache
+def _balanced(lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool) -> float:
+    total = 0.0
+    for starts in _batches(lengths, size, rows):
+
+        def work(run: Run, starts: list[list[int]] = starts) -> int:
+            low, high = _span(starts, run, size, causal)
+            return run[1] * (high - low)
+
+        given = dealt(size, work, devices)
+        total += max(sum(map(work, own)) for own in given) * devices / size**2
+    return total / _BATCHES
+
+
+@functools.cache
+def _turns(lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool) -> float:
+    parts, total = [part_of(size, devices, at) for at in range(devices)], 0
+    for starts in _batches(lengths, size, rows):
+        spans = [_span(starts, part, size, causal) for part in parts]
+        active = {
+            (device - source) % devices
+            for device, (low, high) in enumerate(spans)
+            for source, (first, count) in enumerate(parts)
+            if first < high and low < first + count
+        }
+        total += len(active)
+    return total / _BATCHES
+
+
+def _batches(lengths: DocumentLengths, size: int, rows: int) -> list[list[list[int]]]:
+    """Returns for each row of some batches where its documents start."""
+    documents, batches = itertools.cycle(lengths.sample), []
+    for _ in range(_BATCHES):
+        batch = []
+        for _ in range(rows):
+            starts, at = [], 0
+            while at < size:
+                starts.append(at)
+                at += next(documents)
+            batch.append(starts)
+        batches.append(batch)
+    return batches
+
+
+def _span(batch: list[list[int]], run: Run, size: int, causal: bool) -> Run:
+    """Returns first key and end of the keys that some queries see in any row."""
+    first, last = run[0], sum(run) - 1
+    low = min(starts[bisect_right(starts, first) - 1] for starts in batch)
+    if causal:
+        return low, last + 1
+    ends = ([*starts, size][bisect_right(starts, last)] for starts in batch)
+    return low, max(ends)
+
+
+def dealt(size: int, work: Callable[[Run], int], devices: int) -> list[tuple[Run, ...]]:
+    """Returns the queries of each device, in blocks of one number of queries.
+
+    Graham, "Bounds on multiprocessing timing anomalies" (1969): no device has more than 4/3 of the
+    best division's work.
+
+    Args:
+        size: number of queries.
+        work: returns what a block takes.
+        devices: their number.
+    """
+    parts = BLOCKS * devices
+    runs = [part_of(size, parts, at) for at in range(parts)]
+    each = {run: work(run) for run in runs if run[1]}
+    loads = [(0, 0, at) for at in range(devices)]  # work, queries and the device
+    given: list[list[Run]] = [[] for _ in range(devices)]
+    for run in sorted(each, key=lambda run: (-each[run], run)):
+        load, queries, at = min(loads)
+        loads[at] = load + each[run], queries + run[1], at
+        given[at].append(run)
+    return [tuple(sorted(own)) for own in given]
+
+
+def lengths_of(node: Node) -> DocumentLengths:
+    """Returns the lengths that prices of attention assume."""
+    text = node.keyword(DOCUMENTS)
+    return DocumentLengths.parse(text if isinstance(text, str) else UNKNOWN)
+
+
+def sees_later_keys(node: Node, keys: int) -> bool:
+    """Returns whether a mask is not known to hide later keys, as half of all pairs."""
+    return seen(node) > (keys + 1) / (2 * keys)
+
+
+def rows_of(part: Part) -> int:
+    """Returns the rows of a batch that a device packs: those of its mask."""
+    return math.prod(part.operand(3).shape[:-2])
+
+
+def with_documents(graph: Graph, lengths: DocumentLengths) -> Graph:
+    """Returns `graph` whose attention under a mask of the batch is priced by these documents."""
+    given: set[str] = set()  # values that depend on an input
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "input" or given & set(node.inputs):
+            given.add(node.name)
+        mask = argument(node, 3, "attn_mask") if node.op == ATTENTION else None
+        if isinstance(mask, Ref) and mask.name in given:
+            kind, keys = graph[mask.name].type, graph[node.inputs[1]].type.shape[-2]
+            if kind.dtype == "bool" and kind.shape[-2:] == (keys, keys):
+                node = replace(node, kwargs=(*node.kwargs, (DOCUMENTS, str(lengths))))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
