@@ -88,7 +88,7 @@ def functional(node: fx.Node) -> Functional:
     match = _twin(target)
     if match is None:
         raise CaptureError(
-            f"{target} writes into a tensor and has no functional twin",
+            f"{target} writes into a tensor and has no out-of-place version",
             why="torch has no operator that returns the written value",
             todo="write it with other operators of torch",
         )
@@ -106,7 +106,7 @@ def functional(node: fx.Node) -> Functional:
     if len(results) != own + len(written):
         raise CaptureError(
             f"{target} writes into several lists of tensors",
-            todo="write into one tensor, or one list, after the other",
+            todo="write into one tensor, or one list, after another",
         )
     left = tuple(zip(written, range(own, len(results)), strict=True))
     for item, at in left:

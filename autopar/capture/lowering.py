@@ -379,7 +379,7 @@ class Lowering(Draft):
             return tuple(self._arg(item, grad) for item in arg)
         if arg is None or isinstance(arg, (bool, int, float, str)):
             return arg
-        raise CaptureError(f"the argument {arg!r} has no place in a graph")
+        raise CaptureError(f"the argument {arg!r} cannot be represented in a graph")
 
 
 def _ungraded(node: fx.Node) -> CaptureError:
@@ -392,6 +392,6 @@ def _ungraded(node: fx.Node) -> CaptureError:
 
 def _no_place(op: str) -> CaptureError:
     return CaptureError(
-        f"the operator {op} has no place in a graph",
+        f"the operator {op} cannot be represented in a graph",
         todo="select between branches with torch.where, or write it with other operators of torch",
     )

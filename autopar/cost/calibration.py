@@ -394,7 +394,7 @@ def _check_grid(dtype: str, products: Sequence[Product]) -> None:
     sides = [len({shape[i] for shape in shapes}) for i in range(3)]
     if not math.prod(sides) == len(shapes) == len(products):
         raise CalibrationError(
-            f"the measured products in {dtype} do not fill a grid",
+            f"the measured products in {dtype} do not form a complete grid",
             why=f"{len(products)} were measured of {' x '.join(map(str, sides))}",
             todo="calibrate again",
         )

@@ -209,8 +209,8 @@ def refuse_unlike(mesh: Mesh) -> None:
     if mesh.unlike:
         raise MeshError(
             f"one program cannot span the devices of {mesh}",
-            why=f"its collectives would run over {len(mesh.parts)} unlike parts at the pace of the "
-            "slowest",
+            why=f"its collectives would run over {len(mesh.parts)} parts of different devices, at "
+            "the speed of the slowest",
             todo="let a search cut the model into stages, each on one part: pass --global-batch or "
             'stages="auto"; or plan for one part',
         )

@@ -57,7 +57,7 @@ class Row:
             raise CostError(
                 f"tables/{cls.FILE} has no row for the device {device!r}",
                 why=f"its rows are {', '.join(known)}",
-                todo="add one: fit measurements with `autopar devices fit`, or name a like device",
+                todo="add one: fit measurements with `autopar devices fit`, or name a similar one",
             )
         row, keys = known[device], [field.name for field in fields(cls)]
         if set(row) != {"device", *keys}:

@@ -195,7 +195,7 @@ def _figures(
     figures = np.concatenate((table.ravel(), hops.ravel()))
     if not (np.isfinite(figures).all() and (figures >= 0).all()):
         raise ScheduleError(
-            "a stage or a transfer costs less than nothing, or no number",
+            "the cost of a stage or a transfer is negative or not a number",
             why=f"costs {list(costs)}, transfers {list(transfers)} and {list(back)}",
             todo="give seconds and bytes from 0",
         )

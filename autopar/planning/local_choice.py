@@ -140,8 +140,8 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
     """
     if options.searches_stages:
         raise OptionError(
-            f'allow="{LOCAL_UPDATES}" does not go with a search for stages',
-            why="replicas would be priced for every pipeline",
+            f'allow="{LOCAL_UPDATES}" cannot be combined with a search for stages',
+            why="the search would have to price replicas for every pipeline",
             todo="give the number of stages, or name the method: outer=...",
         )
     found: list[Offer] = []

@@ -67,5 +67,5 @@ class _Compiled:
             raise ProgramError(
                 f"the backend {self._backend!r} cannot compile {self._name}",
                 why=str(error).strip().partition("\n")[0],
-                todo='pass backend="eager", or install what is missing',
+                todo='pass backend="eager", or install the missing compiler',
             ) from error

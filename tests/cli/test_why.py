@@ -269,8 +269,8 @@ def test_the_text_says_what_the_json_says(ask: Callable[..., Any], folder: Path)
     ("arguments", "says"),
     [
         (("why", "up.wieght"), "did you mean up.weight"),
-        (("why", "mlp.py:1"), "is called"),
-        (("why-not", "down.bias", "[16]"), "is called"),
+        (("why", "mlp.py:1"), "is named"),
+        (("why-not", "down.bias", "[16]"), "is named"),
         (("why-not", "up.weight", "[64, 15]"), "its shape is [64, 16]"),
         (("why-not", "up.weight", "[64@rack, 16]"), "fits no choice"),
         (("why-not", "up.weight", "64 x 16"), "cannot read"),
@@ -290,7 +290,9 @@ def test_bad_plans_are_named(folder: Path, tmp_path: Path) -> None:
         refused(command, tmp_path / "none.toml", *rest, says="cannot read the plan")
         (tmp_path / "damaged.toml").write_text(text.replace("[stages.layouts]", "[lay"))
         refused(command, tmp_path / "damaged.toml", *rest, says="not readable TOML")
-        refused(command, folder / "plan.toml", *rest, says="code that a plan names is not run")
+        refused(
+            command, folder / "plan.toml", *rest, says="does not run code that only a plan names"
+        )
         arguments = (folder / "plan.toml", *rest, "--model", model, "--batch", 64)
         refused(command, *arguments, says="the plan is for another model")
 

@@ -20,8 +20,8 @@ def refused(name: str, why: str = "how many rows an expert has depends on values
     """Returns the error of a call that is no part of a mixture."""
     return CaptureError(
         f"{name} of the rows of an expert, in a loop over experts",
-        why=f"{why}; two or three products, functions of each element, and a weight are traced",
-        todo="compute the mixture of experts by autopar.mixture",
+        why=f"{why}; supported are two or three products, elementwise functions, and a weight",
+        todo="compute the mixture of experts with autopar.mixture",
     )
 
 

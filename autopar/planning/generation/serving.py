@@ -41,7 +41,7 @@ def generating_options(options: Options) -> Options:
         )
     if options.batches != GLOBAL:
         raise ProgramError(
-            "a program of local batches cannot generate",
+            "a program with local batches cannot generate",
             why="all ranks choose the next tokens from the logits of the whole batch",
             todo='compile with batches="global"',
         )

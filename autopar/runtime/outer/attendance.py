@@ -127,8 +127,8 @@ class Attendance:
         own = next(n for n, ranks in enumerate(self.replicas) if self.rank in ranks)
         if own in dropped:
             raise RankFailedError(
-                f"the replica of rank {self.rank} was left out by the others",
-                why=f"a rank of it gave no sign of life for {self._silent:g} s, or was lost",
+                f"the replica of rank {self.rank} was excluded by the others",
+                why=f"a rank of it sent no heartbeat for {self._silent:g} s, or was lost",
                 todo="end this process; the other replicas go on",
             )
         lost_ranks = tuple(rank for n in dropped for rank in self.replicas[n])

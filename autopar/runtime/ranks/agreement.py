@@ -138,7 +138,7 @@ class _Board:
             where=f"rank {rank}",
             why=f"the others waited {seconds:.0f} s, the time-out of the process group, to "
             "compare their arguments",
-            todo="call compile and the first step on every rank, in one order",
+            todo="call compile and the first step on every rank, in the same order",
         )
 
 

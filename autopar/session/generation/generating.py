@@ -91,7 +91,7 @@ def refuse_seedless(decoding: Decoding, ranks: int) -> None:
     """Raises OptionError if ranks would draw different tokens."""
     if decoding.do_sample and decoding.seed is None and ranks > 1:
         raise OptionError(
-            "the draws of several ranks need a seed",
-            why="every rank draws the same tokens by itself",
+            "sampling on several ranks needs a seed",
+            why="every rank samples all tokens, and all must be equal",
             todo="pass seed=0 to generate",
         )

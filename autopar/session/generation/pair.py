@@ -128,7 +128,7 @@ def refuse_outer(outer: Outer | None) -> None:
     """Raises ProgramError if replicas train apart."""
     if outer is not None:
         raise ProgramError(
-            "replicas that train apart cannot generate",
+            "a program with local updates cannot generate",
             why="their parameters differ between synchronisations",
             todo="load a checkpoint of them into a program without outer",
         )
