@@ -18,7 +18,7 @@ PLANS = (
 
 @click.command("prepare")
 def command() -> None:
-    """Compile the planner's loops now, so that the first plan need not.
+    """Compile the planner's loops now, to make the first plan faster.
 
     Their code is kept beside the package, or in the user's cache folder if the package cannot be
     written; run it once after an installation, or while an image is built.

@@ -37,7 +37,7 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--host",
     type=click.Choice(("modules", "eager", "compiled", "graph")),
-    help="Let a host issue the work, executed so; by default it is all there at once.",
+    help="Simulate the host that launches kernels. Default: kernels never wait for the host.",
 )
 @click.option(
     "--trace-json",
