@@ -1,4 +1,4 @@
-"""Outer methods for `autopar.compile(..., outer=...)`: replicas that train apart, and synchronise.
+"""Outer methods for `autopar.compile(..., outer=...)`: replicas that synchronise rarely.
 
     autopar.outer.co2(axis="node", tau="auto")
 

@@ -1,4 +1,4 @@
-"""Tables of what kernels attain on devices, fitted to measurements (`tables/*.csv`).
+"""Tables of the efficiency of kernels on devices, fitted to measurements (`tables/*.csv`).
 
 The first lines of each file say where the measurements come from, which rows were fitted and how
 far the others are off. A row holds the constants of one formula for one device; `measured` names

@@ -1,4 +1,4 @@
-"""Seconds of replicas that take steps apart and synchronise once in a round.
+"""Predicted seconds of local updates: independent steps, and one synchronisation per round.
 
 CO2 (arXiv:2401.16265) publishes both an overlap ratio, tau t_step / t_sync, and throughputs, and
 they disagree: at tau = 12 the ratio says 83 %, the throughput 43 %. Throughputs agree with one

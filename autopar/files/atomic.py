@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whoever else writes to the same place.
+"""Atomic writes of files and folders, even if several processes write to the same place.
 
 A file is written beside its place, synced and renamed. Several files become one value by a last
 one, the *marker*, which names the others: each writer prepares its files in a draft, a folder of

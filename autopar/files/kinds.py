@@ -1,4 +1,4 @@
-"""Files from outside, kind by kind: read within limits, written whole or not at all.
+"""Kinds of external files: reads are limited in size, and writes are atomic.
 
 Whatever a path leads to (a directory, a pipe, a device, a file that vanishes) and whatever stands
 in the file, the answer is its content or one named error. Nothing is waited for.

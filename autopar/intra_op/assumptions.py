@@ -1,4 +1,4 @@
-"""Assumptions: how a model is trained, which the problem of its layouts takes as given."""
+"""Assumptions: settings of the training that the strategy problem takes as given."""
 
 from __future__ import annotations
 

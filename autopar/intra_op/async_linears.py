@@ -1,4 +1,4 @@
-"""Time that edges of a problem save where linears run beside their resharding.
+"""Time saved on edges of a problem where linears overlap with their resharding.
 
 The all_gather of a linear's input, or the reduce_scatter of its output, overlaps with the linear's
 kernels; both ends of an edge determine them. Where several linears read a share, each counts as its

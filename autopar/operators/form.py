@@ -1,4 +1,4 @@
-"""Form: one of several implementations of an operator, which layouts alone do not tell apart.
+"""Form: one of several implementations of an operator that have the same layouts.
 
 Attention gathers keys or sends them around a ring; experts are replicated or tokens dispatched. A
 form has a factor string of its own, in which factors marked "~" are split inside the operator, and

@@ -1,4 +1,4 @@
-"""Says of every operator which part of which kernel it is, under the graph's execution.
+"""Assigns every operator to a part of a kernel, under the graph's execution.
 
 A compiler makes one kernel of neighbouring operators if no matrix product lies between them. Each
 operator stands on a level, one above those whose products it needs; operators of a level that read

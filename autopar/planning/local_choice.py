@@ -1,6 +1,6 @@
-"""The choice between one program on all devices and replicas that train apart.
+"""The choice between one program on all devices and local updates of independent replicas.
 
-Only `allow="local updates"` asks for it, since replicas that train apart compute something else.
+Only `allow="local updates"` asks for it, because local updates change the trained weights.
 Every set of leading axes, and every single axis, may be independent; every outer method runs with
 its default options and the tau that hides its synchronisation. The plan inside a replica is the
 fastest one for its part of the batch, with the method's states in memory.
@@ -103,7 +103,7 @@ def asks_for_local(allow: str) -> bool:
 
 
 def choose(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """Returns the fastest plan of a model, with or without replicas that train apart.
+    """Returns the fastest plan of a model, with or without local updates.
 
     Args:
         call: the model and the batch of all devices.
@@ -162,7 +162,7 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
 
 
 def _independent(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """Yields sets of axes along which replicas may train apart."""
+    """Yields sets of axes along which replicas may train independently."""
     names = [axis.name for axis in mesh.axes if axis.size > 1]
     seen: set[tuple[str, ...]] = set()
     for axes in [(name,) for name in names] + [tuple(names[:n]) for n in range(2, len(names) + 1)]:

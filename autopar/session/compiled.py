@@ -66,7 +66,7 @@ class Running:
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
         pad_to: lengths to which batches are padded; None to take them as they are.
-        evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
+        evaluate: "anchor", "average" or "": the weights that replicas evaluate.
     """
 
     backend: str = "eager"

@@ -102,7 +102,7 @@ class PlanKeywords(AverageKeywords, total=False):
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
         allow: what may differ from training on one device. "stale gradients" admits schedules
             that update weights while microbatches are in flight: "2bw", "pipedream", "pipemare",
-            "ampnet". "local updates" also prices replicas that train apart, by every method of
+            "ampnet". "local updates" also prices independent replicas, by every method of
             `outer`, and takes the fastest plan, which says what it changes. Join both by a comma.
         state: sharding of parameters, gradients and optimizer state over replicas: "ddp", "zero1",
             "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by default it is chosen for each

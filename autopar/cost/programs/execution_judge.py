@@ -1,9 +1,9 @@
-"""The judge of execution plans: runs all threadblocks on symbols, and what it takes.
+"""Checker of execution plans: runs all threadblocks symbolically, and looks for races.
 
 A chunk's value is the set of (rank, chunk) of the inputs in it. Threadblocks run as far as they
 can: one waits for signals, for semaphores, or for packets, which carry their own flags. A clock for
 each threadblock says what it knows of the others (Fidge, Mattern 1988): whoever reads or writes
-what another one wrote or reads without having been told of it is in a race, whatever came of it.
+what another one wrote or reads, without a signal in between, is in a race in any case.
 """
 
 from __future__ import annotations

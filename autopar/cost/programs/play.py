@@ -1,4 +1,4 @@
-"""The price of a collective's program: its messages are played over the levels of the network.
+"""Predicts the time of a collective program: simulates its messages on the levels of the network.
 
 Two ranks with something to say to one another have one message under way at a time, in the order of
 the rounds. A message begins when its sender has what it sends. It waits for the latency of the

@@ -1,4 +1,4 @@
-"""The integer program in words, with PuLP: readable, and the judge of the program in arrays.
+"""The integer program with named variables, in PuLP: readable, and a check of the one in arrays.
 
 The program is that of `_integer`, stated without its arrays and its reductions:
 

@@ -1,4 +1,4 @@
-"""Outer: how replicas that train apart synchronise, as one line of text.
+"""Outer: how independent replicas synchronise (local updates), as one line of text.
 
     "co2 over node, tau=12, beta=0.5"
 

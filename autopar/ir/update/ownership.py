@@ -1,4 +1,4 @@
-"""Owners of whole parameters: which device updates which, and what that sends.
+"""Owners of whole parameters: which device updates which, and the messages that this needs.
 
 A parameter whose elements an optimizer mixes is updated by one device, its owner. All devices of
 the mesh take part in an all_to_all that brings owners a parameter each, and in one that takes the

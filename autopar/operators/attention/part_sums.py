@@ -1,4 +1,4 @@
-"""Results and gradients of attention to some keys after others, as few writes as it takes.
+"""Accumulates results and gradients of attention over groups of keys, with few memory writes.
 
 The first part that has all rows is kept as it is; where there is one part, nothing is copied.
 """

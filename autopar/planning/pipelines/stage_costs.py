@@ -102,7 +102,7 @@ class StageCosts:
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
         flight: what schedules keep in flight.
-        streamed: the schedule, if it does not flush.
+        streamed: the schedule, if it is asynchronous.
     """
 
     def __init__(

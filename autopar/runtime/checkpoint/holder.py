@@ -27,7 +27,7 @@ class Scheduler(Protocol):
 
 
 class Apart(Protocol):
-    """The state of replicas that train apart, beside that of one program."""
+    """The additional state of replicas under local updates."""
 
     def saved(self, own: Sequence[Part]) -> list[Part]:
         """Returns what this rank saves, given its replica's parts; all ranks call it."""

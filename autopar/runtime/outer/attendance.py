@@ -1,4 +1,4 @@
-"""Attendance: which ranks are alive, and what the living decide together, in the process store.
+"""Attendance: which ranks are alive, and their joint decisions, in the process group's store.
 
 With `on_loss="continue"` a synchronisation ends on all ranks alike: either every rank has voted
 that its sums have arrived, or it is broken off, and the ranks that answer a roll form the next

@@ -1,4 +1,4 @@
-"""Survivors: goes on without replicas of which a rank is lost; see `attendance`."""
+"""Survivors: continues without replicas that have lost a rank; see `attendance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduces gradients beside the backward: only the optimizer waits for them.
+"""Reduces gradients during the backward: only the optimizer waits for them.
 
 The exchange of a parameter's gradient (data parallelism's all_reduce, ZeRO-3's reduce_scatter, or
 one of them inside groups of devices and one between them) ends a path of the backward: no further

@@ -1,4 +1,4 @@
-"""Refuses features that do not work with schedules without flushes, with name and reason."""
+"""Refuses features that do not work with asynchronous schedules, and gives the reason."""
 
 from __future__ import annotations
 

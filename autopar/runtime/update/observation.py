@@ -1,4 +1,4 @@
-"""Update of a torch optimizer, observed: two steps on small parameters show its states and needs.
+"""Observes a torch optimizer: two steps on small parameters show its states and requirements.
 
 So any optimizer works, whatever its name. A parameter of each number of dimensions is updated
 whole and in parts, cut along every dimension; if the results differ, its elements are mixed. What

@@ -1,4 +1,4 @@
-"""Decides whether a step is made, alike on all ranks, by one all_reduce of four numbers.
+"""Decides whether all ranks apply a step, by one all_reduce of four numbers.
 
     squares, loss, token, token²            summed over all ranks
 

@@ -1,4 +1,4 @@
-"""The part of a session that generates."""
+"""Generation in a session, as a base class of `Session`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Generating(ABC):
             OptionError: an argument is out of range, or the model's `generation_config` asks for
                 something that is not implemented, such as beams.
             CaptureError: the model takes no cache; says what to add.
-            ProgramError: the program has stages, local batches, or replicas that train apart.
+            ProgramError: the program has stages, local batches or local updates.
         """
         check_prompts(self._model, input_ids)
         decoding = Decoding.of(self._model, options)

@@ -1,4 +1,4 @@
-"""Memory priced at every time at once, for problems that reductions leave large.
+"""Multipliers on memory at every time, for problems that stay large after reductions.
 
 Every time has a Lagrange multiplier: what a byte costs that is held then. It changes by a factor
 that depends on how far a cheap choice is above or below the limit, relative to the room above the

@@ -43,7 +43,7 @@ class CO2(LateMethod):
         "origin": Option("anchor", 1.0, 0.0, ("anchor", _ROUND)),
     }
     STATES = ("anchor", "momentum")
-    CHANGES = "replicas take tau steps apart, and an outer momentum uses averages a round late"
+    CHANGES = "replicas take tau independent steps; an outer momentum uses averages a round late"
 
     @property
     def states(self) -> tuple[str, ...]:
