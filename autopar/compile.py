@@ -307,7 +307,7 @@ def compile(
     plan = plan if isinstance(plan, Plan) else None
     devices = as_mesh(mesh)
     join_processes(devices)
-    compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
+    compare_ranks(texts_of({**DEFAULTS, **given}), todo="pass the same arguments on every rank")
     check_processes(devices)  # every process must have a device of its own
     stated = plan if generation is None else generation.decode
     asked = planning_options(options, optimizer, model, stated)

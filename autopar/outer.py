@@ -94,9 +94,9 @@ def streaming_diloco(
 
     Args:
         axis, tau: as above.
-        fragments: into how many parts the parameters are cut, which synchronise one after another.
+        fragments: number of parts of the parameters, which synchronise one after another.
         delay: steps between a fragment's departure and its use.
-        alpha: share of a replica's own parameters in what it goes on from.
+        alpha: share of a replica's own parameters in what it continues from.
         rate, beta: of the outer Nesterov momentum.
         message: "int8" sends differences as blocks of int8.
     """

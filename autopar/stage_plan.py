@@ -132,7 +132,7 @@ class StagePlan:
 
         Args:
             leaf: the parameter.
-            storage: where it and its states lie.
+            storage: its layouts and those of its states.
         """
         trained = leaf.requires_grad
         hops = storage.hops(leaf.type, self.mesh, self.microbatches, trained, self.precision)
@@ -148,7 +148,7 @@ class StagePlan:
 
         Args:
             leaf: the parameter.
-            storage: where it and its states lie.
+            storage: its layouts and those of its states.
         """
         if not leaf.requires_grad:
             return ()

@@ -144,7 +144,7 @@ def utilisations(
 
     Returns:
         Fractions of the peak FLOP/s of the dtype that most matrix products have; empty if there
-        are no matrix products.
+        are not matrix products.
     """
     flops_by_dtype = timeline.products
     if not flops_by_dtype:

@@ -25,7 +25,7 @@ class RoundPrice:
         tau: its steps.
         step_seconds: of a local step.
         sync_seconds: of the synchronisation, as it runs: beside steps, or by itself.
-        hidden: whether it runs beside steps.
+        hidden: whether it overlaps with steps.
     """
 
     tau: int
@@ -56,7 +56,7 @@ def round_price(step: float, sync: float, hidden: bool, tau: int = 0) -> RoundPr
     Args:
         step: seconds of a local step.
         sync: seconds of the synchronisation alone.
-        hidden: whether it runs beside the steps of the next round.
+        hidden: whether it overlaps with the steps of the next round.
         tau: steps of a round; 0 takes the fewest that hide it, or if it runs by itself the fewest
             of which it takes at most a twentieth.
 

@@ -29,9 +29,9 @@ class Assumptions:
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         precision: in which dtypes parameters are updated and gradients sent.
-        offload: what lies in host memory.
+        offload: what is kept in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
-        overlapped: whether collectives run beside the linears around them.
+        overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
         late_loss: whether the loss is added up over devices later, outside of the program.
     """

@@ -87,10 +87,10 @@ class Form:
         work: its kernels on the device that all wait for; None for those of the operator on shards.
         scratch: bytes that live only while it runs, forwards and backwards.
         turns: number of turns in which it computes; in all but the last one it sends meanwhile.
-        examples: on which it is proved, beside those of the operator's rule.
+        examples: on which it is proved, in addition to those of the operator's rule.
         together: pairs of factors that one axis may split at once, as in `OpRule`.
-        alone: number of its first collectives, forwards and backwards, that no kernels run beside.
-        meshes: on which it is proved, beside those of one axis and of two.
+        alone: number of its first collectives, in each direction, that overlap with no kernels.
+        meshes: on which it is proved, in addition to those of one axis and of two.
     """
 
     name: str

@@ -32,12 +32,12 @@ class Updated:
     Attributes:
         name: of the node.
         nbytes, dtype: of what is updated.
-        rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
+        rounded: bytes of what is made of it in a lower precision, 0 if it is not a master.
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced.
         scattered: whether that is put beside those of all others.
         states: bytes of the states that its rule names.
-        coming: bytes of states that come from host memory for the update, if they lie there.
+        coming: bytes of states that come from host memory for the update, if they are kept there.
         owned: set if one device updates all of it, for the others.
     """
 

@@ -17,7 +17,7 @@ from autopar.operators.model_calls.mixture_call import mixture
 
 
 def refused(name: str, why: str = "how many rows an expert has depends on values") -> CaptureError:
-    """Returns the error of a call that is no part of a mixture."""
+    """Returns the error of a call that is not part of a mixture."""
     return CaptureError(
         f"{name} of the rows of an expert, in a loop over experts",
         why=f"{why}; supported are two or three products, elementwise functions, and a weight",

@@ -95,7 +95,7 @@ class Outer:
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the other replicas go on if one is lost."""
+        """Returns whether the other replicas continue if one is lost."""
         return self.on_loss == CONTINUE
 
     @property

@@ -7,7 +7,7 @@
 
 Planner, simulator, explanations and the runtime go through this list, and none knows a name in it.
 A state is measured by what the device updates: "[4 *]" has four elements for each of those. Numbers
-that the optimizer counts on the host are no part of it.
+that the optimizer counts on the host are not part of it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def states_of(
         tensor: its type.
         mesh: the devices.
         precision: dtypes of updates and messages.
-        away: whether what the update alone needs lies in host memory.
+        away: whether what only the update needs is kept in host memory.
         in_parts: whether a kernel updates parts in flat buffers.
     """
     return tuple(_states(rule, storage, tensor, mesh, precision, away, in_parts))

@@ -36,7 +36,7 @@ class Apart(Protocol):
         """Returns what this rank reads, given what its replica's program wants."""
 
     def details(self) -> dict[str, Any]:
-        """Returns values that are alike on all ranks."""
+        """Returns values that are equal on all ranks."""
 
     def take(self, details: Any) -> None:
         """Goes on from saved details, or begins anew without any that fit."""

@@ -46,7 +46,7 @@ def encode(value: Any, where: str) -> Any:
     """Converts a value of plain Python types and small tensors for `json.dumps`.
 
     Args:
-        value: numbers, texts, None, lists, tuples, mappings, sets of these, small tensors.
+        value: numbers, strings, None, lists, tuples, mappings, sets of these, small tensors.
         where: a description, for errors.
 
     Raises:

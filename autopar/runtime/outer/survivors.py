@@ -36,7 +36,7 @@ class Survivors:
 
     @classmethod
     def of(cls, outer: Outer, mesh: Mesh, lease: Lease) -> Survivors | None:
-        """Returns it if replicas are to go on; OptionError if this backend cannot."""
+        """Returns it if replicas are to continue; OptionError if this backend cannot."""
         if not outer.goes_on or not dist.is_initialized() or dist.get_backend() == "fake":
             return None
         if dist.get_backend() != "gloo":
@@ -116,7 +116,7 @@ class Survivors:
 
 
 def _ended(works: Sequence[Waiting]) -> bool | None:
-    """Returns whether all calls have succeeded, False if one failed, None if some go on."""
+    """Returns whether all calls have succeeded, False if one failed, None if some still run."""
     done = [work for work in works if work.is_completed()]
     try:
         for work in done:

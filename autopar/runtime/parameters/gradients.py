@@ -201,7 +201,7 @@ class Gradients:
 
     @contextmanager
     def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:
-        """Returns a context that runs beside the backward, once `gradient` is ready."""
+        """Returns a context that overlaps with the backward, once `gradient` is ready."""
         if self._stream is None:
             yield
             return

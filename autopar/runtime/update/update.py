@@ -328,7 +328,7 @@ class Update:
             self.averages[id(parameter)].lerp_(parameter, made * part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state that is alike on all ranks and is not an option of the optimizer."""
+        """Returns state that is equal on all ranks and is not an option of the optimizer."""
         state = {"check": self.check.state_dict()}
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 

@@ -50,8 +50,8 @@ class Generating(ABC):
             decoder generates after the start token.
 
         Raises:
-            BatchError: the prompts are no whole numbers [batch, tokens], differ between ranks, are
-                padded on the right, or have a shape beyond those that a session compiles.
+            BatchError: the prompts are not whole numbers [batch, tokens], differ between ranks,
+                are padded on the right, or have a shape beyond those that a session compiles.
             OptionError: an argument is out of range, or the model's `generation_config` asks for
                 something that is not implemented, such as beams.
             CaptureError: the model takes no cache; says what to add.
