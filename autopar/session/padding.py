@@ -1,8 +1,8 @@
 """Pads batches of any length to one of a few lengths, for each of which a program is compiled.
 
-The length of a batch is the second dimension of its tensors. What is added has no effect: labels
-are the index that the loss ignores, and the attention mask is zero there. A batch whose padding
-would count is refused by name.
+The length of a batch is the second dimension of its tensors. Padding has no effect on the loss:
+padded labels have the index that the loss ignores, and the attention mask is zero. If padding would
+affect the loss, an error names the input.
 """
 
 from __future__ import annotations
