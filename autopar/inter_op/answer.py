@@ -50,7 +50,7 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
 
 
 def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
-    """Returns an error that reports the most frugal known pipeline of equal sub-meshes."""
+    """Returns an error that names the known pipeline of equal sub-meshes with the least memory."""
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"

@@ -18,7 +18,7 @@ from autopar.operators.peer_devices import widened
 
 @dataclass
 class Result:
-    """Attention of some queries over the keys met so far.
+    """Attention of some queries over the keys seen so far.
 
     Attributes:
         query, key, value: operands whose shapes, but for the number of keys, are those of all.
