@@ -67,7 +67,7 @@ class Offer:
 
     @property
     def changes(self) -> str:
-        """Returns what is computed otherwise than on one device; "" for nothing."""
+        """Returns how training differs from that on one device; "" for not at all."""
         return "" if self.rounds is None else self.rounds.changes
 
     @property

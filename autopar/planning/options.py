@@ -55,7 +55,7 @@ class Options:
         stored: storage of each parameter by its key, if another program has fixed it.
         expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
         execution: how the kernels of a plan are run, for prices; see `Execution`.
-        allow: "stale gradients" admits schedules that change the result of training.
+        allow: "stale gradients" allows schedules that change the result of training.
 
     Raises:
         OptionError: options contradict one another.

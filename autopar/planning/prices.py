@@ -70,7 +70,7 @@ def calibration_of(prices: CostModel) -> str:
 
 
 def slowdown_of(mesh: Mesh, execution: Execution) -> float:
-    """Returns the slowdown of kernels and collectives side by side; 2 if they take turns."""
+    """Returns the slowdown of kernels and collectives while both run; 2 if nothing overlaps."""
     return TAKE_TURNS if execution.waits else device(mesh).slowdown
 
 

@@ -1,9 +1,9 @@
 """The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
 
-Masters come with it. They are rounded to what is held afterwards, unless AdamW's kernel has written
-that as well. Of that there is a launch for every buffer of gradients: the parts that
-reduce_scatters gave, a bucket that was all_reduced, those that were cast together, small ones that
-are copied together for it, and every other one by itself.
+Masters come with it. Afterwards they are rounded to the stored parameters, unless AdamW's kernel
+writes these too. That kernel has one launch for every buffer of gradients: the results of
+reduce_scatters, a bucket that was all_reduced, gradients that were cast together, small gradients
+that are copied together, and every other gradient by itself.
 """
 
 from __future__ import annotations

@@ -105,11 +105,11 @@ class Survivors:
             )
 
     def pause(self, paused: bool) -> None:
-        """Stops or resumes this rank's signs of life."""
+        """Stops or resumes this rank's heartbeats."""
         self._attendance.pause(paused)
 
     def close(self) -> None:
-        """Ends the signs of life, and closes a new group."""
+        """Ends the heartbeats, and closes a new group."""
         self._attendance.close()
         if self.anyone and self._lease is not None:
             self._lease.close()
