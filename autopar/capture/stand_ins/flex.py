@@ -1,4 +1,4 @@
-"""Traces FlexAttention as attention with a mask, or as its scores where these are modified.
+"""Traces FlexAttention as attention with a mask, or by its scores if a score_mod changes them.
 
 torch.nn.attention.flex_attention compiles the user's functions of positions and, on CPUs, has no
 backward. While a model is traced, these functions run on tensors of all batches, heads, queries and
