@@ -272,7 +272,9 @@ def check_mesh(planned: Mesh, mesh: Mesh) -> None:
     axes = [[(part.names, part.shape) for part in one.parts] for one in (planned, mesh)]
     if axes[0] != axes[1]:
         raise PlanMismatchError(
-            "the plan is for another mesh", why=f"plan: {planned}; here: {mesh}"
+            "the plan is for another mesh",
+            why=f"plan: {planned}; here: {mesh}",
+            todo="pass the plan's mesh, or plan again for this mesh",
         )
 
 

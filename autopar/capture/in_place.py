@@ -138,7 +138,7 @@ def _is_alias(result: Any) -> bool:
 
 
 def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
-    """Returns the functional twin, and the mapping of its argument names to the other's."""
+    """Returns the functional variant, and the mapping of its argument names to the other's."""
     schema = target._schema
     own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     results = sum(not _is_alias(r) for r in schema.returns)

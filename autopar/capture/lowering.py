@@ -221,7 +221,7 @@ class Lowering(Draft):
             self._overwrite(node, written, value, grad)
 
     def _functional(self, node: fx.Node, call: writes.Functional, grad: bool) -> dict[fx.Node, Ref]:
-        """Writes an operator's functional twin; returns the new values of the written tensors."""
+        """Writes an operator's functional variant; returns new values of the written tensors."""
         op, args, kwargs = self._called(call.target, call.args, call.kwargs, grad)
         name, values = writes.functional_name(node.name), tensors_of(call.value)
         single = isinstance(call.value, Tensor)

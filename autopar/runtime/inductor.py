@@ -49,7 +49,9 @@ def check(backend: str) -> None:
     """Raises ProgramError if the backend is unknown."""
     if backend not in BACKENDS:
         raise ProgramError(
-            f"there is no backend {backend!r}", why=f"backends are {', '.join(BACKENDS)}"
+            f"there is no backend {backend!r}",
+            why=f"backends are {', '.join(BACKENDS)}",
+            todo="name one of these",
         )
 
 

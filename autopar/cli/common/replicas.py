@@ -33,7 +33,10 @@ def fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Out
 
         def capture(replicas: int, inside: Mesh) -> Captured:
             if whole % replicas:
-                raise BatchError(f"{whole} samples do not divide into {replicas} replicas")
+                raise BatchError(
+                    f"{whole} samples do not divide into {replicas} replicas",
+                    todo=f"pass --batch, a multiple of {replicas}",
+                )
             stage(f"{replicas} replicas" if replicas > 1 else "one program")
             return capture_whole(
                 replace(spec, batch=whole // replicas), options, Stages(None, stage)
