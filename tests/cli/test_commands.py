@@ -113,7 +113,7 @@ def test_a_python_file_is_planned_explained_and_emitted(tmp_path: Path) -> None:
     assert plan.model == ModelSpec(model, layers=3)
     assert "transformer.h.*.mlp.c_fc.weight  × 3" in result.stdout
     # A plan is data: the file that it names is run only when the user names it.
-    assert "--model" in refused("explain", path, says="does not run code that only a plan names")
+    assert "--model" in refused("explain", path, says="code that a plan names is not run")
     assert "Where the time goes" in run("explain", path, "--model", model).stdout
     program = tmp_path / "program"
     assert (

@@ -290,9 +290,7 @@ def test_bad_plans_are_named(folder: Path, tmp_path: Path) -> None:
         refused(command, tmp_path / "none.toml", *rest, says="cannot read the plan")
         (tmp_path / "damaged.toml").write_text(text.replace("[stages.layouts]", "[lay"))
         refused(command, tmp_path / "damaged.toml", *rest, says="not readable TOML")
-        refused(
-            command, folder / "plan.toml", *rest, says="does not run code that only a plan names"
-        )
+        refused(command, folder / "plan.toml", *rest, says="code that a plan names is not run")
         arguments = (folder / "plan.toml", *rest, "--model", model, "--batch", 64)
         refused(command, *arguments, says="the plan is for another model")
 

@@ -170,7 +170,7 @@ def show(
         raise PlanError(
             "the plan's model must be named on the command line",
             where=str(file),
-            why="autopar does not run code that only a plan names",
+            why="code that a plan names is not run",
             todo="pass --model file.py:function",
         )
     options = Options.like(plan.decode.stage, table=known)

@@ -165,7 +165,7 @@ class PlanFile:
         raise PlanError(
             "the plan's model must be named on the command line",
             where=str(self.path),
-            why=f"the plan names {source!r}, and autopar does not run code that only a plan names"
+            why=f"the plan names {source!r}, and code that a plan names is not run"
             if source
             else "the plan has no entry [model]",
             todo=f"pass --model {source or 'file.py:function'}",
