@@ -135,10 +135,10 @@ def plan_together(
 ) -> dict[str, Plan]:
     """Plans several models that share devices and take turns, as actor and critic do.
 
-    Their parameters and optimizer states lie side by side; what only a step needs does not, because
-    no two steps run at once. If the fastest plans do not fit, models take plans of less memory
-    where that costs the least time. In a process group, every rank calls it with the same
-    arguments, and one rank plans for all.
+    The parameters and optimizer states of all models are in memory at the same time; activations
+    are not, because no two models run at once. If the fastest plans do not fit together, models get
+    plans with less memory where that costs the least time. In a process group, every rank calls it
+    with the same arguments, and one rank plans for all.
 
     Args:
         models: name -> the arguments of `compile` without the mesh and the memory: model,
@@ -146,7 +146,7 @@ def plan_together(
             gradients nor states.
         mesh: the devices.
         memory: limit per device for all models, in bytes or as text; by default the usable memory.
-        calls: how many steps of a model belong to one of the others; 1 by default.
+        calls: number of steps that a model makes for each step of the others; 1 by default.
 
     Returns:
         A plan for each model, to be passed to `compile` with the same arguments.
@@ -334,7 +334,7 @@ def compile(
     plan = plan if isinstance(plan, Plan) else None
     devices = as_mesh(mesh)
     join_processes(devices)
-    compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
+    compare_ranks(texts_of({**DEFAULTS, **given}), todo="pass the same arguments on every rank")
     check_processes(devices)  # every process must have a device of its own
     stated = plan if generation is None else generation.decode
     asked = planning_options(options, optimizer, model, stated)

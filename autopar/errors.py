@@ -320,12 +320,12 @@ class RanksDifferError(AutoparError):
 
     >>> raise RanksDifferError("the ranks differ in clip_norm", where="rank 2",
     ...                        why="rank 0 has 1.0, rank 2 has 0.5",
-    ...                        todo="call compile alike on every rank")
+    ...                        todo="pass the same arguments on every rank")
     Traceback (most recent call last):
     autopar.errors.RanksDifferError: the ranks differ in clip_norm
       where: rank 2
       why:  rank 0 has 1.0, rank 2 has 0.5
-      todo: call compile alike on every rank
+      todo: pass the same arguments on every rank
     """
 
 

@@ -1,12 +1,14 @@
-"""Outer methods for `autopar.compile(..., outer=...)`: replicas that train apart, and synchronise.
+"""Outer methods for `autopar.compile(..., outer=...)`: replicas that synchronise rarely.
 
     autopar.outer.co2(axis="node", tau="auto")
 
-Every function returns an `Outer`, which also has a text: "co2 over node, tau=auto". Their rules are
-in `autopar/runtime/outer/methods/`, one file each. A method of your own is used by its text.
+Every function returns an `Outer`, which can also be written as text: "co2 over node, tau=auto". The
+methods are implemented in `autopar/runtime/outer/methods/`, one file each. If you add a method,
+select it by its text.
 
-Each takes the `axis` (or a tuple of axes) along which replicas are independent, `tau`, the steps of
-a round ("auto", a number or a schedule, see `autopar.ir.replicas.tau`).
+All functions take `axis`, the mesh axis (or a tuple of axes) along which replicas are independent,
+and `tau`, the number of steps between synchronisations: "auto", a number or a schedule (see
+`autopar.ir.replicas.tau`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def local(axis: Axes, tau: Steps) -> Outer:
 def post_local(axis: Axes, tau: int, after: int) -> Outer:
     """Post-local SGD (Lin et al., arXiv:1808.07217): averages every step, from `after` every tau.
 
-    With AdamW, averaging every step is not data parallelism, as moments stay the replicas' own.
+    With AdamW, averaging every step is not data parallelism: each replica has its own moments.
     """
     return Outer.of("local", axis, f"1 until {after} then {tau}")
 
@@ -62,11 +64,11 @@ def co2(
     Args:
         axis, tau: as above.
         beta, rate: of the outer momentum.
-        penalty: of the staleness gap: "rate" follows the learning rate, a number is constant, and
+        penalty: of the staleness gap: "rate" follows the learning rate, a number is a constant, and
             "off" is 1.
         clip: bound of every element of the outer momentum; None for no bound.
-        origin: what a late average is compared with: the present "anchor", or with one more copy in
-            memory the one that its "round" began from.
+        origin: what a late average is compared with: the current "anchor", or the anchor at the
+            beginning of its "round", which needs one more copy in memory.
     """
     return Outer.of(
         "co2", axis, tau, beta=beta, rate=rate, penalty=penalty,
@@ -94,9 +96,9 @@ def streaming_diloco(
 
     Args:
         axis, tau: as above.
-        fragments: into how many parts the parameters are cut, which synchronise one after another.
+        fragments: number of parts of the parameters, which synchronise one after another.
         delay: steps between a fragment's departure and its use.
-        alpha: share of a replica's own parameters in what it goes on from.
+        alpha: share of a replica's own parameters in what it continues from.
         rate, beta: of the outer Nesterov momentum.
         message: "int8" sends differences as blocks of int8.
     """

@@ -253,6 +253,7 @@ class Plan:
                     "the plan has a damaged entry",
                     where=where,
                     why=f"{self.outer} names the axis {lacking[0]!r}, and the mesh is {self.mesh}",
+                    todo="correct the entry `outer`, or plan again",
                 )
             self.inner._validate(where)
             return
@@ -277,7 +278,10 @@ class Plan:
             faults.append(f"the stages' groups do not partition the ranks of {self.mesh}")
         if faults:
             raise PlanError(
-                "the plan has a damaged entry", where=where, why="; ".join(dict.fromkeys(faults))
+                "the plan has a damaged entry",
+                where=where,
+                why="; ".join(dict.fromkeys(faults)),
+                todo="correct it, or plan again",
             )
 
     def _single_stage_faults(self) -> list[str]:

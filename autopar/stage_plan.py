@@ -132,7 +132,7 @@ class StagePlan:
 
         Args:
             leaf: the parameter.
-            storage: where it and its states lie.
+            storage: its layouts and those of its states.
         """
         trained = leaf.requires_grad
         hops = storage.hops(leaf.type, self.mesh, self.microbatches, trained, self.precision)
@@ -148,7 +148,7 @@ class StagePlan:
 
         Args:
             leaf: the parameter.
-            storage: where it and its states lie.
+            storage: its layouts and those of its states.
         """
         if not leaf.requires_grad:
             return ()
@@ -272,7 +272,9 @@ def check_mesh(planned: Mesh, mesh: Mesh) -> None:
     axes = [[(part.names, part.shape) for part in one.parts] for one in (planned, mesh)]
     if axes[0] != axes[1]:
         raise PlanMismatchError(
-            "the plan is for another mesh", why=f"plan: {planned}; here: {mesh}"
+            "the plan is for another mesh",
+            why=f"plan: {planned}; here: {mesh}",
+            todo="pass the plan's mesh, or plan again for this mesh",
         )
 
 

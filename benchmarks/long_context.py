@@ -31,7 +31,7 @@ MODEL = "llama-3-8b"
 LENGTHS = (2**17, 2**19, 2**20)
 NODES = (1, 8, 2, 4)
 ATTENTION = "aten.scaled_dot_product_attention"
-HEADS = ("tokens", "devices", "attention", "recomputed", "GiB a device", "s a step", "tokens/s")
+HEADS = ("tokens", "devices", "attention", "recomputed", "GiB per device", "s per step", "tokens/s")
 COLUMNS = (
     "tokens",
     "devices",

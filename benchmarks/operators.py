@@ -88,7 +88,7 @@ def read(name: str) -> list[dict[str, str]]:
 def table() -> str:
     """Returns the table of docs/results, from the CSVs."""
     lines = [
-        "| judge | operators | strategies | outcome |",
+        "| compared with | operators | strategies | outcome |",
         "|---|---|---|---|",
         *map(_line, (_examples(), _samples(), _splits())),
     ]

@@ -1,1 +1,1 @@
-"""Captures a torch model as a Graph: traces it, undoes in-place writes, refuses what it cannot."""
+"""Captures a torch model as a Graph: traces it, and refuses code that a trace would lose."""

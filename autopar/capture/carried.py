@@ -78,7 +78,7 @@ def _call(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
     given = [item for item in outs if isinstance(item, Tensor)]
     if not given or any(item is not outs[at] for at, item in enumerate(given)):
         raise CaptureError(
-            f"the torch.autograd.Function {cls.__name__} returns something before a tensor",
+            f"the torch.autograd.Function {cls.__name__} does not return its tensors first",
             where=current(),
             why="the results of an operator are tensors",
             todo=f"return its tensors first, {_WITHOUT}",
@@ -152,7 +152,7 @@ def _write(arg: Any, tensors: list[Tensor], cls: type) -> Any:
     raise CaptureError(
         f"the torch.autograd.Function {cls.__name__} takes a {type(arg).__name__}",
         where=current(),
-        why="the arguments of an operator are tensors, numbers, texts, dtypes and lists of these",
+        why="the arguments of an operator are tensors, numbers, strings, dtypes and lists of these",
         todo=f"pass it the tensors and numbers that it needs, {_WITHOUT}",
     )
 

@@ -1,8 +1,8 @@
-"""Undoes in-place writes of a traced program: their new values, put back through views.
+"""Replaces in-place writes of a traced program by new values, which are put back through views.
 
-Nearly all of torch's writing operators have a functional twin, which takes the same arguments and
-returns the written value. It is found by comparing schemas, so that an operator needs no line here;
-one without a twin is refused.
+Nearly all of torch's in-place operators have a functional variant, which takes the same arguments
+and returns the written value. It is found by comparing schemas, so that an operator needs no line
+here; one without a functional variant is refused.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_composed(node: fx.Node) -> bool:
 
 
 def functional(node: fx.Node) -> Functional:
-    """Returns the functional twin of a traced operator that writes.
+    """Returns the functional variant of a traced operator that writes.
 
     Raises:
         CaptureError: torch has no operator that returns the written value, or it would give a
@@ -88,7 +88,7 @@ def functional(node: fx.Node) -> Functional:
     match = _twin(target)
     if match is None:
         raise CaptureError(
-            f"{target} writes into a tensor and has no functional twin",
+            f"{target} writes into a tensor and has no functional variant",
             why="torch has no operator that returns the written value",
             todo="write it with other operators of torch",
         )
@@ -106,7 +106,7 @@ def functional(node: fx.Node) -> Functional:
     if len(results) != own + len(written):
         raise CaptureError(
             f"{target} writes into several lists of tensors",
-            todo="write into one tensor, or one list, after the other",
+            todo="write into one tensor, or one list, after another",
         )
     left = tuple(zip(written, range(own, len(results)), strict=True))
     for item, at in left:
@@ -138,7 +138,7 @@ def _is_alias(result: Any) -> bool:
 
 
 def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
-    """Returns the functional twin, and the mapping of its argument names to the other's."""
+    """Returns the functional variant, and the mapping of its argument names to the other's."""
     schema = target._schema
     own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     results = sum(not _is_alias(r) for r in schema.returns)
@@ -189,11 +189,11 @@ def _arguments(
 
 
 def loses_gradients(node: fx.Node, call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
-    """Returns whether torch's gradients of a write differ from those of its twin.
+    """Returns whether torch's gradients of a write differ from those of its functional variant.
 
     Args:
         node: the traced operator.
-        call: the twin; a few have no derivative.
+        call: the functional variant; a few have no derivative.
         flows: returns whether a gradient flows through an operand.
     """
     return not _has_gradient(call, flows) or _is_unseen(node, flows)

@@ -221,7 +221,7 @@ class Lowering(Draft):
             self._overwrite(node, written, value, grad)
 
     def _functional(self, node: fx.Node, call: writes.Functional, grad: bool) -> dict[fx.Node, Ref]:
-        """Writes an operator's functional twin; returns the new values of the written tensors."""
+        """Writes an operator's functional variant; returns new values of the written tensors."""
         op, args, kwargs = self._called(call.target, call.args, call.kwargs, grad)
         name, values = writes.functional_name(node.name), tensors_of(call.value)
         single = isinstance(call.value, Tensor)
@@ -379,7 +379,7 @@ class Lowering(Draft):
             return tuple(self._arg(item, grad) for item in arg)
         if arg is None or isinstance(arg, (bool, int, float, str)):
             return arg
-        raise CaptureError(f"the argument {arg!r} has no place in a graph")
+        raise CaptureError(f"the argument {arg!r} cannot be represented in a graph")
 
 
 def _ungraded(node: fx.Node) -> CaptureError:
@@ -392,6 +392,6 @@ def _ungraded(node: fx.Node) -> CaptureError:
 
 def _no_place(op: str) -> CaptureError:
     return CaptureError(
-        f"the operator {op} has no place in a graph",
+        f"the operator {op} cannot be represented in a graph",
         todo="select between branches with torch.where, or write it with other operators of torch",
     )

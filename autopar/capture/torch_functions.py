@@ -1,4 +1,4 @@
-"""Opens functions of torch that are written in Python, for a mode that follows their calls."""
+"""Makes torch's Python functions transparent, for a mode that follows the calls inside them."""
 
 from __future__ import annotations
 

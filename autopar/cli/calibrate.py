@@ -45,14 +45,14 @@ class Extent(NamedTuple):
 
 
 @click.command("calibrate")
-@click.option("--mesh", "mesh_text", help='The mesh to plan for: "cpu: data=2, tensor=2".')
-@click.option("--ranks", type=click.IntRange(1), help="Number of processes, in place of --mesh.")
+@click.option("--mesh", "mesh_text", help='The mesh to measure: "cpu: data=2, tensor=2".')
+@click.option("--ranks", type=click.IntRange(1), help="Number of processes, instead of --mesh.")
 @click.option("--quick", is_flag=True, help="Measure a few small problems only, as a trial.")
 @click.option(
     "--collectives",
     "algorithms",
     is_flag=True,
-    help='Compare the algorithms of collectives, too, for plans with collectives="auto".',
+    help='Also measure other algorithms of collectives, for plans with collectives="auto".',
 )
 @click.option(
     "-o",
@@ -71,7 +71,7 @@ def command(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Measure kernels and collectives on this machine, to price plans for it.
+    """Measure kernels and collectives on this machine, to predict times of plans for it.
 
     Measures matrix products, memory-bound operators, attention, the optimizer, and every kind of
     collective over every group of the mesh, with one process per device. Starts the processes

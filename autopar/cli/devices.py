@@ -33,7 +33,7 @@ from autopar.ir.mesh import Mesh
 @JSON
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """List the devices that meshes may name, and what their prices were fitted to.
+    """List the devices that a mesh may name, and the measurements that they were fitted to.
 
     The errors are medians on measurements that were not fitted; "as H100" are the constants of
     another device, relative to the device's own peaks.
@@ -64,10 +64,10 @@ def command(context: click.Context, as_json: bool) -> None:
     "--device",
     "name",
     required=True,
-    help='The device measured, known or described: "H200", "mine[400TFLOP/s 64GiB 1.6TB/s]".',
+    help='The measured device, a name or a description: "H200", "mine[400TFLOP/s 64GiB 1.6TB/s]".',
 )
 def fit(file: Path, name: str) -> None:
-    """Fit what prices a device's kernels and collectives to measured seconds.
+    """Fit the constants of a device's kernels and collectives to measured seconds.
 
     MEASURED.csv has latency_ms, and of each row one kind of columns: m, n, k of a product of bf16;
     batch_size, isl, num_heads, num_key_value_heads, head_dim of a causal attention forward; nbytes

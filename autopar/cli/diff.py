@@ -40,7 +40,7 @@ _LAYOUTS_ONLY = "collectives are not compared, because"
 @click.argument("second", type=click.Path(path_type=Path), metavar="B")
 @MODEL
 @RULES
-@click.option("--layouts", "plain", is_flag=True, help="Compare the files; capture no models.")
+@click.option("--layouts", "plain", is_flag=True, help="Compare only the files; capture no models.")
 @click.option("--all", "everything", is_flag=True, help="Show every row of long tables.")
 @CALIBRATION
 @JSON

@@ -56,7 +56,11 @@ def read(folder: Path) -> tuple[dict[int, Record], list[DumpError]]:
     try:
         files = sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
     except OSError as error:
-        raise DumpError(f"cannot read {plain(str(folder))}", why=plain(str(error))) from None
+        raise DumpError(
+            f"cannot read {plain(str(folder))}",
+            why=plain(str(error)),
+            todo="pass the folder that the error message names",
+        ) from None
     for path in files:
         try:
             record = Record.load(path)

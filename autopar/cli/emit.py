@@ -99,7 +99,7 @@ class _Wanted:
 )
 @click.option("--seq", type=click.IntRange(1, 2**31), help="Tokens per sample.")
 @click.option(
-    "--layers", type=click.IntRange(1, 2**14), help="Number of blocks, in place of the model's own."
+    "--layers", type=click.IntRange(1, 2**14), help="Number of blocks, instead of the model's own."
 )
 @click.option(
     "--weights",
@@ -110,7 +110,7 @@ class _Wanted:
 @click.option(
     "--random",
     is_flag=True,
-    help="Write random weights and a random batch beside the program, where no file gives them.",
+    help="Write a random batch and random weights beside the program, unless a file gives them.",
 )
 @CALIBRATION
 def command(

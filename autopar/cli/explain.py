@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 @click.option("--by", type=click.Choice(PARTS), help="Show only the totals and this table.")
 @click.option("--all", "everything", is_flag=True, help="Also list operators that take no time.")
 @click.option("--dims", "named", is_flag=True, help="List named dimensions and how they are split.")
-@click.option("--stage", "number", type=click.IntRange(min=0), help="A stage of a pipeline.")
+@click.option("--stage", "number", type=click.IntRange(min=0), help="A pipeline stage, from 0.")
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),

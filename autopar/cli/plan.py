@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 @click.option(
     "--memory",
     metavar="SIZE",
-    help='Limit on tensors per device: "80GiB". Default: its memory less fragmentation.',
+    help='Memory limit per device: "80GiB". Default: its memory minus a reserve for fragmentation.',
 )
 @click.option(
     "--unknown-ops",
@@ -77,13 +77,13 @@ if TYPE_CHECKING:
     metavar="WHAT",
     help='What may change the result of training. "stale gradients", with --global-batch, admits '
     'schedules that update weights while microbatches are in flight (such as 2bw); "local updates" '
-    "also prices replicas that train apart, and takes the fastest.",
+    "also considers replicas that synchronise rarely, and takes the fastest plan.",
 )
 @pin_options
 @click.option(
     "--state",
     metavar="NAME",
-    help='Sharding of states over replicas: zero3, "paro-iig over node", NIG. Default: searched.',
+    help='Sharding of state over replicas: zero3, "paro-iig over node", NIG. Default: the fastest.',
 )
 @click.option(
     "--precision",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 @click.option(
     "--calibration",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Price by this file, which `autopar calibrate` measured on such machines.",
+    help="Predict times from this file, which `autopar calibrate` wrote.",
 )
 @click.option(
     "--recompute",
@@ -124,13 +124,13 @@ if TYPE_CHECKING:
 @click.option(
     "--outer",
     metavar="HOW",
-    help="Train replicas apart along axes of the mesh, and synchronise them by this method: "
+    help="Train replicas independently along mesh axes, and synchronise them by this method: "
     "'co2 over node, tau=12'. Every replica takes its part of the batch.",
 )
 @click.option(
     "--expert-load",
     metavar="LOAD",
-    help="How often experts are chosen, for prices: equal (the default), 'zipf 0.8', or shares.",
+    help="How often experts are chosen: equal (the default), 'zipf 0.8', or a share for each.",
 )
 @click.option(
     "--documents",
@@ -153,12 +153,12 @@ if TYPE_CHECKING:
     "--frontier",
     "as_frontier",
     is_flag=True,
-    help="Show the fastest plans within less and less memory. Writes no plan.",
+    help="Show the fastest plans under decreasing memory limits. Writes no plan.",
 )
 @click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write every intermediate value to this folder.",
+    help="Write the result of every planning step to this folder.",
 )
 @PROFILE
 @click.option(

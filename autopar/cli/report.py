@@ -50,7 +50,7 @@ _ASKED = 3  # decisions that the page asks why-not about
     "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Compare with this plan."
 )
 @click.option(
-    "--quick", is_flag=True, help="Leave out what needs planning again: the frontier and why-not."
+    "--quick", is_flag=True, help="Leave out parts that plan again: the frontier and why-not."
 )
 @MODEL
 @RULES

@@ -29,7 +29,7 @@ from autopar.operators.forms import forms_of
 @click.command("rules")
 @click.argument("operators", nargs=-1, metavar="[OPERATOR]...")
 @click.option("--prove", "proving", is_flag=True, help="Run every example sharded, and compare.")
-@click.option("--audit", "auditing", is_flag=True, help="List factors kept whole without need.")
+@click.option("--audit", "auditing", is_flag=True, help="List whole factors that could be split.")
 @click.option("--discover", "discovering", is_flag=True, help="Find a rule by running OPERATOR.")
 @click.option(
     "--example",

@@ -85,7 +85,7 @@ class _Wanted:
     " place cuts the model into smaller stages.",
 )
 @click.option(
-    "--microbatches", type=click.IntRange(1, 4096), default=8, show_default=True, help="In a step."
+    "--microbatches", type=click.IntRange(1, 4096), default=8, show_default=True, help="Per step."
 )
 @click.option(
     "--chunks", type=click.IntRange(0, 64), help="Stages per place, for interleaved_1f1b."

@@ -38,7 +38,7 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--host",
     type=click.Choice(("modules", "eager", "compiled", "graph")),
-    help="Let a host issue the work, executed so; by default it is all there at once.",
+    help="Simulate the host that launches kernels. Default: kernels never wait for the host.",
 )
 @click.option(
     "--trace-json",
@@ -146,7 +146,7 @@ def utilisations(
 
     Returns:
         Fractions of the peak FLOP/s of the dtype that most matrix products have; empty if there
-        are no matrix products.
+        are not matrix products.
     """
     flops_by_dtype = timeline.products
     if not flops_by_dtype:

@@ -29,7 +29,7 @@ SOLUTION = Kind(
     type=SECONDS,
     default=60.0,
     show_default=True,
-    help="In seconds, with the reading.",
+    help="Seconds, including the reading of the file.",
 )
 @click.option(
     "--method",

@@ -36,7 +36,7 @@ STAGE = click.option(
     help="The stage of a pipeline, if NAME occurs in several.",
 )  # fmt: skip
 MEMORY = click.option(
-    "--memory", metavar="SIZE", help='Memory limit per device, in place of the plan\'s: "80GiB".'
+    "--memory", metavar="SIZE", help='Memory limit per device, instead of the plan\'s: "80GiB".'
 )
 ALL = click.option("--all", "everything", is_flag=True, help="Show every row of long tables.")
 

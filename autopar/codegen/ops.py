@@ -1,4 +1,4 @@
-"""Writes one operator as a programmer would, if there is such a spelling.
+"""Prints one operator as idiomatic PyTorch, such as `x + y`, where such a spelling exists.
 
 `expression(node, operands)` is ordinary PyTorch: `a + b`, `x.transpose(1, 2)`, `F.linear(x, w)`.
 Operators without an entry here are written as the torch function of the same name if that is a

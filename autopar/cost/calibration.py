@@ -13,7 +13,7 @@ The file reads like a table, one measurement per line:
     "data, tensor by 2d_torus" = [[4096, 0.9e-04, 0.1]]
 
 Rows with `by` compare algorithms with one another and with the library's call, "by library".
-Seconds are medians over runs, each run as slow as its slowest process. The spread is half the
+Seconds are medians over runs; a run takes as long as its slowest process. The spread is half the
 interquartile range divided by the median. A file is refused if it has a number that is not finite
 and positive, an unknown dtype or collective, or a larger problem that is faster beyond noise.
 """
@@ -394,7 +394,7 @@ def _check_grid(dtype: str, products: Sequence[Product]) -> None:
     sides = [len({shape[i] for shape in shapes}) for i in range(3)]
     if not math.prod(sides) == len(shapes) == len(products):
         raise CalibrationError(
-            f"the measured products in {dtype} do not fill a grid",
+            f"the measured products in {dtype} do not form a complete grid",
             why=f"{len(products)} were measured of {' x '.join(map(str, sides))}",
             todo="calibrate again",
         )

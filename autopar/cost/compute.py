@@ -1,8 +1,8 @@
 """Seconds of one kernel: the roofline model, with tiles and waves for matrix products.
 
 A kernel takes its launch and the longer of its computing time c and its memory time m: Williams,
-Waterman & Patterson, "Roofline", CACM 52(4), 2009. Where both are alike they disturb each other, so
-that a product takes (c^3 + m^3)^(1/3). The computing rate depends on the shape of the matrices, as
+Waterman & Patterson, "Roofline", CACM 52(4), 2009. If both are similar they slow each other down,
+so a product takes (c^3 + m^3)^(1/3). The computing rate depends on the shape of the matrices, as
 NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) explains:
 
     tile quantisation   the result is cut into tiles; a partly filled tile takes full time
@@ -19,8 +19,8 @@ A convolution is an implicit product of pixels, channels and kernel (Chetlur et 
 1410.0759, section 3), which attains a share of a plain product's rate; where Winograd's transforms
 apply, it multiplies less (Lavin & Gray, arXiv 1509.09308).
 
-The constants stand in tables/products.csv and tables/convolutions.csv (cost/kernel_tables.py). In
-a long step all kernels run at low clocks, and beside other work: then computing takes
+The constants are in tables/products.csv and tables/convolutions.csv (cost/kernel_tables.py). In a
+long step, clocks are low and kernels share the device with other work: computing then takes
 `1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml).
 """
 

@@ -38,7 +38,7 @@ def fewest_rings(links: Matrix, many: Iterable[tuple[int, ...]]) -> int:
 def rings(links: Matrix, group: tuple[int, ...]) -> int:
     """Returns how many rings through all devices of a group run at a time.
 
-    The ring whose scarcest link has most copies left is taken first, and again until there is none.
+    Repeatedly takes the ring whose scarcest link has the most copies left, until none is left.
 
     Args:
         links: how many links join each pair of devices.

@@ -214,8 +214,8 @@ def refuse_unlike(mesh: Mesh) -> None:
     if mesh.unlike:
         raise MeshError(
             f"one program cannot span the devices of {mesh}",
-            why=f"its collectives would run over {len(mesh.parts)} unlike parts at the pace of the "
-            "slowest",
+            why=f"its collectives would run over {len(mesh.parts)} parts of different devices, at "
+            "the speed of the slowest",
             todo="let a search cut the model into stages, each on one part: pass --global-batch or "
             'stages="auto"; or plan for one part',
         )
@@ -228,7 +228,7 @@ def _described(name: str, given: Description) -> Device:
     at a sixteenth and f64 at a thirty-second of it (the A100's ratios, except for f64). Its tiles
     are unknown, so that no shape is slow. Links: nodes of 8 devices on PCIe 4.0 x16 (25 GB/s, 10
     us) that share one 100 Gb/s port (20 us), at full efficiency, with a library whose protocols are
-    unknown. Collectives gain nothing by running beside kernels. Tensors may fill all the memory;
+    unknown. Collectives gain nothing by overlapping with kernels. Tensors may fill all the memory;
     the host has as much again, behind a link of the same speed.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}

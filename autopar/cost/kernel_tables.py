@@ -1,10 +1,10 @@
-"""Tables of what kernels attain on devices, fitted to measurements (`tables/*.csv`).
+"""Tables of the efficiency of kernels on devices, fitted to measurements (`tables/*.csv`).
 
-The first lines of each file say where the measurements come from, which rows were fitted and how
-far the others are off. A row holds the constants of one formula for one device; `measured` names
-the device whose measurements they were fitted to, which is another one where none are public: then
-the constants, which are relative to the device's own peaks, are taken over. A device without a row
-takes over the nearest device's (cost/device.py).
+The first lines of each file say where the measurements come from, which rows were fitted, and the
+errors on the others. A row holds the constants of one formula for one device. `measured` names the
+device to whose measurements they were fitted. If a device has no public measurements, this is
+another device, whose constants are reused, since they are relative to peaks. A device without a row
+uses that of the nearest device (cost/device.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row:
             raise CostError(
                 f"tables/{cls.FILE} has no row for the device {device!r}",
                 why=f"its rows are {', '.join(known)}",
-                todo="add one: fit measurements with `autopar devices fit`, or name a like device",
+                todo="add one: fit measurements with `autopar devices fit`, or name a similar one",
             )
         row, keys = known[device], [field.name for field in fields(cls)]
         if set(row) != {"device", *keys}:

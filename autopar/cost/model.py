@@ -55,7 +55,7 @@ class AnalyticModel:
     Args:
         mesh: the devices.
         in_step: whether kernels are priced as parts of a long step, where clocks are lower and
-            other work runs beside them (`step_efficiency` of the device), or each as run alone.
+            other work overlaps with them (`step_efficiency` of the device), or each as run alone.
 
     Attributes:
         chosen: the algorithms of calls that name none, as a plan says them.

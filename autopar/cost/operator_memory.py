@@ -374,7 +374,7 @@ def _transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Tr
 def reduction_staging(
     hop: Hop, whole: float, part: float, mesh: Mesh, accelerator: bool, together: bool = False
 ) -> float:
-    """Returns the staging bytes of a gradient reduction, beside its input and output.
+    """Returns the staging bytes of a gradient reduction, without its input and output.
 
     Blocks of a row are packed, and several tensors are packed into one buffer that is sent instead;
     gloo sums in a copy of that. An all_reduce sums in its output buffer.

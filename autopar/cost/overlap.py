@@ -1,4 +1,4 @@
-"""Time that asynchronous collectives save or take beside kernels."""
+"""Time that overlap of collectives and kernels saves, and the slowdown that it causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of replicas that take steps apart and synchronise once in a round.
+"""Predicted seconds of local updates: independent steps, and one synchronisation per round.
 
 CO2 (arXiv:2401.16265) publishes both an overlap ratio, tau t_step / t_sync, and throughputs, and
 they disagree: at tau = 12 the ratio says 83 %, the throughput 43 %. Throughputs agree with one
@@ -25,7 +25,7 @@ class RoundPrice:
         tau: its steps.
         step_seconds: of a local step.
         sync_seconds: of the synchronisation, as it runs: beside steps, or by itself.
-        hidden: whether it runs beside steps.
+        hidden: whether it overlaps with steps.
     """
 
     tau: int
@@ -56,7 +56,7 @@ def round_price(step: float, sync: float, hidden: bool, tau: int = 0) -> RoundPr
     Args:
         step: seconds of a local step.
         sync: seconds of the synchronisation alone.
-        hidden: whether it runs beside the steps of the next round.
+        hidden: whether it overlaps with the steps of the next round.
         tau: steps of a round; 0 takes the fewest that hide it, or if it runs by itself the fewest
             of which it takes at most a twentieth.
 

@@ -1,4 +1,4 @@
-"""Explains where a plan's time and memory go and how two plans differ, as data and as text.
+"""Explains the time and memory of a plan and the difference of two plans, as data and as text.
 
 All figures add up to the plan's prediction, because both come from the same lines and prices.
 """

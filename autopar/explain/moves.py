@@ -1,6 +1,6 @@
 """Lists every layout change and communicating operator with its collectives and their counts.
 
-The list is read off the lines of the lowered program, so it is what runs. A value that several
+The list is read from the lines of the lowered program, which run. A value that several
 operators read in one layout is moved once but listed for each reader, because the planner prices
 each edge of the graph.
 """

@@ -1,4 +1,4 @@
-"""Reading and writing files, and checking what they say.
+"""Reading and writing files, and checking their entries.
 
 | to see | read |
 |---|---|

@@ -1,19 +1,20 @@
-"""Files and folders that are there whole or not at all, whoever else writes to the same place.
+"""Atomic writes of files and folders, even if several processes write to the same place.
 
-A file is written beside its place, synced and renamed. Several files become one value by a last
-one, the *marker*, which names the others: each writer prepares its files in a draft, a folder of
-its own in the target, and renames the marker from there into its place. A rename of a file over
-another is atomic on local and on shared file systems, as that of a folder over another is not.
+A file is written under a temporary name, synced and renamed. Several files become visible together
+through one more file, the *marker*, which names the others: each writer prepares its files in a
+draft, its own folder in the target, and then renames the marker into place. Renaming a file over
+another is atomic on local and on shared file systems; renaming a folder over another is not.
 
     NAME/marker.json               names what is in save-1f3a...
     NAME/save-1f3a5c7e9b2d4f60/    published
     NAME/save-08d2b1c4a7e6f953/    a draft: it has an owner.json, which its writer has locked
 
-Where there is no NAME yet, the draft lies in `.NAME.save-...`, which is renamed to NAME.
+If NAME does not exist yet, the draft is in `.NAME.save-...`, which is renamed to NAME.
 
-Nobody waits for anybody. What has ended (no owner.json, or one whose lock is free) and is not named
-by a marker that is read afterwards, never will be, and is swept away. Locks are judged on the
-machine where they were taken; a draft of another machine has ended if nobody touched it for a day.
+No writer waits for another. A draft has ended if it has no owner.json, or one whose lock is free.
+If no marker that is read afterwards names it, none ever will, and it is removed. Locks can be
+checked only on the machine where they were taken; a draft of another machine counts as ended if
+nobody touched it for a day.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Draft:
 
     Args:
         target: an absolute path; there may be a folder or nothing.
-        note: what other writers to the same target are told of this one.
+        note: information about this writer for other writers to the same target.
         kind: "save" of what stays there, named by a marker; "part" of what is moved out of it.
 
     Attributes:

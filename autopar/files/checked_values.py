@@ -182,7 +182,7 @@ class Fields:
 
     Args:
         table: from outside.
-        error: what is raised of an entry that is missing, unknown or of another kind.
+        error: the class of errors for entries that are missing, unknown or of another kind.
         what: of what it is the table, "the plan".
         where: file and place.
         prefix: before the names of entries, "model." of a table in a table.
@@ -228,7 +228,7 @@ class Fields:
             ) from error
 
     def end(self) -> None:
-        """Refuse entries that nobody took: they would be obeyed by nobody, too."""
+        """Refuses entries that were not taken, because nothing would use them."""
         strange = [shown(name) for name in self._table if name not in self._known]
         if strange:
             raise self._error(

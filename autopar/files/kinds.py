@@ -1,7 +1,7 @@
-"""Files from outside, kind by kind: read within limits, written whole or not at all.
+"""Kinds of external files: reads are limited in size, and writes are atomic.
 
-Whatever a path leads to (a directory, a pipe, a device, a file that vanishes) and whatever stands
-in the file, the answer is its content or one named error. Nothing is waited for.
+A path may lead to a directory, a pipe, a device or a file that vanishes, and a file may have any
+content. Reading returns the content or raises one named error, and never waits.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         foreign = [name for name in FOREIGN if accelerator.get(name) is not None]
         if foreign:
             raise OptionError(
-                f"accelerate's {foreign[0]} does not go with a session",
+                f"accelerate's {foreign[0]} cannot be used with a session",
                 why="the plan shards the model and its state",
                 todo="leave it out; docs/port.md says which options of autopar take its place",
             )

@@ -75,7 +75,7 @@ def refuse_foreign_parallelism(trainer: Any) -> None:
     for name, (value, todo) in given.items():
         if value:
             raise OptionError(
-                f"Trainer's {name} does not go with a session",
+                f"Trainer's {name} cannot be used with a session",
                 why="autopar's program does that part of the step itself",
                 todo=todo,
             )

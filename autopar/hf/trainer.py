@@ -78,7 +78,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
 
 class EpochOrder(transformers.TrainerCallback):  # type: ignore[misc]
-    """Shuffles the data anew in each epoch, alike on every rank and after resuming."""
+    """Shuffles the data anew in each epoch, in the same order on every rank and after resuming."""
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
@@ -208,7 +208,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        """Returns a loader of whole batches, alike on every rank."""
+        """Returns a loader of whole batches, equal on every rank."""
         sampler: DistributedSampler[Any] | None = None
         if not isinstance(dataset, IterableDataset) and is_training:
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed

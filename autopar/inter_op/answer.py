@@ -50,14 +50,14 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
 
 
 def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
-    """Returns an error that reports the most frugal known pipeline of equal sub-meshes."""
+    """Returns an error that names the known pipeline of equal sub-meshes with the least memory."""
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"
     if len(space.orders) > 1:
         return InfeasibleError(
             "no pipeline fits into the memory of the devices",
-            why="the cluster has unlike devices, and every part of it holds stages of its own",
+            why="the cluster has several kinds of devices, and each kind must hold stages",
             todo="use more devices or smaller microbatches, or leave the smallest devices out",
         )
     if least is None:
@@ -70,7 +70,7 @@ def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleEr
     gib, memory = 2.0**30, float(space.memory[0])
     return InfeasibleError(
         f"no pipeline fits into {memory / gib:.2f} GiB a device",
-        why=f"the most frugal one found, {words}, {word} {peak / gib:.2f} GiB, "
+        why=f"the smallest one found, {words}, {word} {peak / gib:.2f} GiB, "
         f"{(peak - memory) / gib:.2f} GiB too much",
         todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
     )

@@ -17,7 +17,7 @@ backend:
 Gradients are synchronised (SYNC) before the update that uses them. A flushed schedule contains no
 updates: they are added at the end of the step. Other schedules have UPDATEs in their rows.
 
-`judge.check` verifies the result.
+`judges/deadlock_judge.py` verifies the result.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> li
 
 def _unread(receive: Action) -> ScheduleError:
     return ScheduleError(
-        f"nothing reads what {receive} brings",
+        f"no action uses what {receive} receives",
         why=f"stage {receive.stage} does not run microbatch {receive.microbatch}",
         todo="add the actions that are missing",
     )
@@ -188,8 +188,8 @@ def _common(
     """Builds rows with sends and receives in one global order: that of the senders' end times."""
     if not schedule.flushes:
         raise ScheduleError(
-            f"{schedule.name} does not run where all transfers of a rank follow one another",
-            why="its periods overlap, and a common order of calls is that of one step",
+            f"{schedule.name} cannot run if all transfers of a rank share one queue",
+            why="its periods overlap, and one queue orders the calls of a single step only",
             todo='use the queue "link"',
         )
     rows: list[list[Action]] = [[] for _ in schedule.rows]

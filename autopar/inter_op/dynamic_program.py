@@ -11,8 +11,8 @@ share a row: `row[first, last]`. Each row holds up to K options per sub-mesh:
 A stage may only use options whose `top` does not exceed a threshold. Under this constraint the
 program minimises the sum of `time` and of the transfers between stages.
 
-Stages take devices in their order. Where a cluster has unlike devices, a sub-mesh only fits where
-its part lies: counted from the end, between `begin[submesh]` and `end[submesh]`.
+Stages take devices in order. In a cluster with several kinds of devices, a sub-mesh fits only
+within its part: counted from the end, between `begin[submesh]` and `end[submesh]`.
 """
 
 from __future__ import annotations

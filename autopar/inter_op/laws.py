@@ -1,8 +1,8 @@
-"""Derives the `Law` of a schedule, which a stage search needs, from the schedule itself.
+"""Derives the closed-form step time (`Law`) of a schedule, which a stage search needs.
 
 A step of equal stages takes B t + fill (D - 1) t seconds with D ranks, B microbatches and t seconds
 of work per rank and microbatch. `fill` follows from the bubble of the schedule: 1 for GPipe and
-1F1B, 1/v for v chunks, and so on. For a schedule that does not flush, the formula gives one period
+1F1B, 1/v for v chunks, and so on. For an asynchronous schedule, the formula gives one period
 of the steady state; warm-up and drain occur once per training run and are ignored. `fill` is 0 if
 no rank is ever idle in it.
 

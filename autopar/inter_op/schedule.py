@@ -63,7 +63,7 @@ class Times(NamedTuple):
 class Schedule:
     """The computation of every rank in one training step, or in one period.
 
-    A schedule that does not flush runs across steps, so the pipeline never drains. Its rows are one
+    An asynchronous schedule runs across steps, so the pipeline never drains. Its rows are one
     period of the steady state and include the weight updates; see
     `ir/pipeline_step.py`.
 

@@ -49,7 +49,7 @@ class StageCost(NamedTuple):
             of it; None for all of `activation`.
         update: seconds of one update of the stage, including gradient synchronisation that it waits
             for.
-        sums: seconds of gradient synchronisation that runs beside computation.
+        sums: seconds of gradient synchronisation that overlaps with computation.
     """
 
     forward: float = 1.0
@@ -195,7 +195,7 @@ def _figures(
     figures = np.concatenate((table.ravel(), hops.ravel()))
     if not (np.isfinite(figures).all() and (figures >= 0).all()):
         raise ScheduleError(
-            "a stage or a transfer costs less than nothing, or no number",
+            "the cost of a stage or a transfer is negative or not a number",
             why=f"costs {list(costs)}, transfers {list(transfers)} and {list(back)}",
             todo="give seconds and bytes from 0",
         )
@@ -206,9 +206,8 @@ def prepare(step: Schedule | Step) -> Prepared:
     """Checks a step and prepares it for simulation under many costs.
 
     Args:
-        step: a schedule, whose rows are completed for a chain of stages, or complete rows. A
-            schedule that does not flush is run for a few periods, from the first microbatch to the
-            last.
+        step: a schedule, whose rows are completed for a chain of stages, or complete rows. An
+            asynchronous schedule runs for a few periods, from the first microbatch to the last.
 
     Raises:
         ScheduleError: an action is missing, duplicate, unknown or on a rank that does not hold its

@@ -21,7 +21,7 @@ class Candidate:
         transient: bytes needed temporarily on top.
         label: identifies the strategy (its logical mesh) to the caller.
         recompute: recomputation of blocks, "none" or "full".
-        sums: seconds of gradient synchronisation that runs beside later steps.
+        sums: seconds of gradient synchronisation that overlaps with later steps.
         sent: seconds of collectives per microbatch, in `forward` and `backward`.
     """
 

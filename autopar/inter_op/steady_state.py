@@ -1,4 +1,4 @@
-"""The steady state of a schedule that does not flush: seconds of a period, and idle time.
+"""The steady state of an asynchronous schedule: seconds of a period, and idle time.
 
 The rows of a period repeat, and so does what their actions wait for: results of the same period or
 of earlier ones. After a transient, which may be long, such a system runs with a period of
@@ -35,7 +35,7 @@ def steady(
     """Returns the seconds of a steady-state period and the idle fraction of the ranks.
 
     Args:
-        step: the complete rows of one period of a schedule that does not flush.
+        step: the complete rows of one period of an asynchronous schedule.
         costs, transfers, returns: as in `Prepared.run`.
 
     Raises:

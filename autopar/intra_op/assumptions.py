@@ -1,4 +1,4 @@
-"""Assumptions: how a model is trained, which the problem of its layouts takes as given."""
+"""Assumptions: settings of the training that the strategy problem takes as given."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Assumptions:
     Attributes:
         update: how parameters are updated.
         unknown_ops: "replicate" or "error", for operators without a rule.
-        slowdown: how many times as long kernels and collectives take side by side; 2, as if they
-            took turns, leaves nothing to gain from not waiting for gradients.
-        recompute: runs of blocks that compute their activations again in the backward; their
-            layouts change again as cheaply as can be without a gradient.
-        microbatches: in a step; costs are those of one, with its part of what a step does once.
-        lies: where the states of a parameter may lie, by default everywhere that makes sense.
-        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
+        slowdown: factor by which kernels and collectives slow down while both run; at 2, overlap
+            gains nothing.
+        recompute: runs of blocks that recompute their activations in the backward, including the
+            resharding between their operators.
+        microbatches: number in a step; costs are those of one, with its share of costs per step.
+        lies: the storages that a parameter may have, by default all that make sense.
+        bucket: bytes of gradients, or of parameters, in one call; 1 for a call for each.
         precision: in which dtypes parameters are updated and gradients sent.
-        offload: what lies in host memory.
+        offload: what is kept in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
-        overlapped: whether collectives run beside the linears around them.
+        overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
-        late_loss: whether the loss is added up over devices later, outside of the program.
+        late_loss: whether the loss is summed over devices later, outside the program.
     """
 
     update: Update = ADAMW

@@ -1,4 +1,4 @@
-"""Time that edges of a problem save where linears run beside their resharding.
+"""Time saved on edges of a problem where linears overlap with their resharding.
 
 The all_gather of a linear's input, or the reduce_scatter of its output, overlaps with the linear's
 kernels; both ends of an edge determine them. Where several linears read a share, each counts as its
@@ -32,7 +32,7 @@ class Hidden:
     """Seconds saved on the edges of one problem.
 
     Args:
-        beside: the linears that may run beside collectives.
+        beside: the linears that may overlap with collectives.
         near: axes whose devices can read one another's memory.
         prices: prices of kernels and collectives.
         resharder: the problem's resharder.
@@ -127,7 +127,7 @@ class Hidden:
         return saved if saved.any() else None
 
     def _steps(self, op: str, value: Node, sources: list[Layout]) -> Iterator[Step]:
-        """Yields the cheapest steps from these layouts that linears can run beside."""
+        """Yields the cheapest steps from these layouts that linears can overlap with."""
         tensor, grad = value.type, value.requires_grad
         for layout in dict.fromkeys(sources):
             for step in moves(layout, tensor, self.prices.mesh, grad):
@@ -159,7 +159,7 @@ class Hidden:
         return total
 
     def _products(self, linear: Node, option: Option) -> Seconds:
-        """Returns the forward and backward seconds of the kernels that run beside a collective."""
+        """Returns the forward and backward seconds of kernels that overlap with a collective."""
         key = linear.name, option
         if key not in self._known:
             graph, mesh = self.beside.graph, self.prices.mesh

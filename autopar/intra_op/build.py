@@ -35,7 +35,7 @@ def build(
     Args:
         graph: normalised, annotated, with its repeats.
         mesh: the devices.
-        model: prices, in seconds, or with them what earlier problems on this mesh found out.
+        model: prices in seconds, or cached prices of earlier problems on this mesh.
         table: rules by operator.
         given: how the model is trained.
         memory_limit: bytes per device, or infinity if a limit is set later. None ignores memory,

@@ -56,7 +56,7 @@ class Builder:
         table: rules by operator.
         pins: layouts that are fixed.
         given: how the model is trained.
-        limited: whether memory is.
+        limited: whether memory is limited.
     """
 
     def __init__(

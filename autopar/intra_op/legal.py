@@ -16,7 +16,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
     """Compares every entry of the plan with the strategies of its operator.
 
     Raises:
-        PlanError: an entry is no strategy; names the entry, the user's line and the possible
+        PlanError: an entry is not a strategy; names the entry, the user's line and the possible
             layouts.
         StateError: an invalid state sharding.
     """

@@ -203,7 +203,7 @@ def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
 def node_options(
     graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule]
 ) -> tuple[tuple[Option, ...], Signature | None]:
-    """Returns the choices of a node that is no parameter, and its signature if it has a rule.
+    """Returns the choices of a node that is not a parameter, and its signature if it has a rule.
 
     An annotation has its operand's rule, restricted to the layouts that it allows. A value received
     from another stage, and a cache, may have any layout of splits. For others whole comes first; it

@@ -1,7 +1,8 @@
 """Finds the fastest plan under overlap of collectives and kernels, by linear objectives.
 
-Gradients are reduced beside the backward; parameters are gathered a block ahead, beside forward and
-backward. A step with kernels of c seconds and collectives of m seconds beside them takes
+Gradients are reduced during the backward; parameters are gathered a block ahead, in forward and
+backward. A step with c seconds of kernels, and m seconds of collectives that overlap with them,
+takes
 
     rest + max(c + (s - 1) m, m + (s - 1) c)
 

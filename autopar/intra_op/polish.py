@@ -6,7 +6,7 @@ it.
 
 An all_gather of a parameter plus a reduce_scatter of its gradient costs as much as an all_reduce of
 the gradient. If memory allows every such parameter and its states to be stored whole, `polish` does
-so, unless less of that is hidden beside kernels.
+so, unless kernels then hide less of the communication.
 """
 
 from __future__ import annotations

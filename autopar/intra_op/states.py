@@ -174,7 +174,7 @@ def _axes(names: list[str], mesh: Mesh) -> tuple[str, ...]:
     strange = [name for name in names if name not in mesh.names]
     if strange:
         raise StateError(
-            f"the mesh has no axis {strange[0]!r} to lead from group to group",
+            f"the mesh has no axis {strange[0]!r} between groups",
             why=f"its axes are {', '.join(mesh.names)}",
         )
     return tuple(name for name in mesh.names if name in names)

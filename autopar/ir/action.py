@@ -64,7 +64,7 @@ class Action(NamedTuple):
         microbatch: its number in the period, negative in those before; ALL for all of a step.
         copy: which copy of the stage, from 0, where a schedule trains several (Chimera).
         age: by how many updates the weights are older than the newest ones.
-        other: the stage at the other end of a transfer, where that is no neighbour, else -1; see
+        other: the stage at the other end of a transfer, where that is not a neighbour, else -1; see
             `partner`.
         over: of a SYNC, COPIES for that of parameters which several stages hold, axes of the mesh
             such as "@node@gpu", or "" for all axes along which parameters are replicated.
@@ -98,7 +98,7 @@ class Action(NamedTuple):
         """Read "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
 
         Raises:
-            ScheduleError: the text is no action.
+            ScheduleError: the text is not an action.
         """
         match = _TEXT.match(text.strip())
         if match is None or match["kind"] not in KINDS:

@@ -1,8 +1,8 @@
 """Algorithms of collectives as text, "2d_torus" or "h_ring/4 over 2x8", and calls that use them.
 
-The number after the slash is into how many pieces each chunk is cut; pieces are pipelined. After
-`over` come the sizes of the levels that the algorithm is written for, outermost first, by default
-those of the call's axes. A plan and a generated program assign algorithms to calls in rows:
+The number after the slash is the number of pieces of each chunk; pieces are pipelined. After `over`
+come the sizes of the levels that the algorithm is written for, outermost first; by default those
+of the call's axes. A plan and a generated program assign algorithms to calls in rows:
 
     "all_reduce over node, gpu from 65536: 2d_torus"
 
@@ -34,7 +34,7 @@ class Algorithm:
 
     Attributes:
         name: of the algorithm.
-        pieces: into how many each chunk is cut.
+        pieces: number of pieces of each chunk.
         shape: the sizes of the levels; () for those of the axes.
     """
 

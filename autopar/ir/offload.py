@@ -95,6 +95,7 @@ class Offload:
             raise PlanError(
                 f"offload = {table!r} is not an offload entry",
                 why="its entries are optimizer = true and activations, a table of blocks by run",
+                todo='write e.g. offload = { activations = { "transformer.h" = 8 } }',
             )
         return cls(bool(optimizer), counts)
 
@@ -117,6 +118,7 @@ def offloaded_runs(
             raise PlanMismatchError(
                 f"the plan offloads activations of {run!r}",
                 why=f"the model has no such run of blocks; runs: {', '.join(names) or 'none'}",
+                todo="correct the entry `offload` of the plan, or plan again",
             )
     for name, repeat, how in zip(names, graph.repeats, again, strict=True):
         first, count = 0 if how is None else how.blocks, offload.blocks.get(name, 0)
@@ -124,6 +126,7 @@ def offloaded_runs(
             raise PlanMismatchError(
                 f"the plan offloads activations of {count} blocks of {name!r}",
                 why=f"the model has {repeat.count}, of which {first} are recomputed",
+                todo="correct the entry `offload` of the plan, or plan again",
             )
         runs.append((first, first + count))
     return tuple(runs)

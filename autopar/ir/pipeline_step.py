@@ -1,9 +1,9 @@
 """Step: the complete rows of a pipeline, all that every rank does in one period of its schedule.
 
-A flushed schedule ends every step with an update: its rows are one step. A schedule that does not
-flush goes on from step to step. Its rows are then one period of the steady state: they name the
-microbatches of the periods before by negative numbers, `B0.-1`. In the first periods, what belongs
-to microbatches before the first one is left out (the warm-up); after the last one the rows run
+A synchronous (flushed) schedule ends every step with an update, and its rows are one step. An
+asynchronous schedule continues from step to step, and its rows are one period of the steady state.
+Negative numbers name microbatches of previous periods, `B0.-1`. In the first periods, actions of
+microbatches before the first one are left out (the warm-up); after the last period, the rows run
 without new microbatches (the drain). `unrolled` writes both out.
 """
 

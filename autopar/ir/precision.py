@@ -77,8 +77,8 @@ class Precision:
         if method is not None and method.feedback and self.scaled:
             raise PrecisionError(
                 f"gradients cannot be sent as {method} in fp16",
-                why="what is left out is added to later gradients, whose scale is another one",
-                todo='pass precision="bf16", or gradients="int8", which leaves nothing out',
+                why="the residual is added to later gradients, which have another loss scale",
+                todo='pass precision="bf16", or gradients="int8", which has no residual',
             )
         object.__setattr__(self, "pure", self.pure and DTYPE_BYTES.get(self.compute, 4) == 2)
         if not self.compute or self.sums == self.compute:

@@ -191,6 +191,7 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
             raise PlanMismatchError(
                 f"the plan recomputes {how.blocks} blocks of {name!r}",
                 why=f"the model has {count} of them; runs: {', '.join(names) or 'none'}",
+                todo="correct the entry `recompute` of the plan, or plan again",
             )
     return tuple(planned.get(name) for name in names)
 

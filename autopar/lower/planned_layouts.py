@@ -89,6 +89,8 @@ def entry_of(plan: StagePlan, graph: Graph, name: str) -> NodePlan:
     template = graph.template[name]
     if template not in plan.nodes:
         raise PlanMismatchError(
-            f"the plan has no layout for %{template}", where=str(graph[name].source)
+            f"the plan has no layout for %{template}",
+            where=str(graph[name].source),
+            todo="plan this model again",
         )
     return plan.nodes[template]

@@ -3,7 +3,7 @@
 A device with a part of the vocabulary looks up the words it has; the losses of Megatron-LM
 (arXiv:1909.08053, section 3, "fuse the output of the parallel GEMM with the cross entropy loss")
 exchange a maximum and a sum for every row, never the logits; a convolution on a part of an image
-needs its neighbours' borders. `exchange.py` lists the operators that have such a form.
+needs its neighbours' borders. `exchange.py` lists these operators.
 
     found = mesh.embedding(weight, ids, axis="gpu", size=50257)      # a part of a sum
 

@@ -1,15 +1,16 @@
 """Expert parallelism: tokens travel to the devices of their experts, and results travel back.
 
 Tokens and experts are split over the same devices. A device sends each of its tokens once to every
-device that has experts of it, with the numbers and weights of these, by an all_to_all of unequal
-parts whose lengths are exchanged first; the others multiply the tokens that arrive, sum the results
-of each, and send the sums back. No token is dropped and none is padded (as in MegaBlocks,
-arXiv:2211.15841; GShard, arXiv:2006.16668, section 3.2, has a capacity instead). Gradients take the
-same ways in the opposite direction, so that those of an expert are complete at its owner.
+device that has some of its experts, with their numbers and weights. This is an all_to_all of
+unequal parts, whose lengths are exchanged first. Each device applies its experts to the tokens that
+arrive, sums the results of each token, and sends the sums back. No token is dropped and none is
+padded (as in MegaBlocks, arXiv:2211.15841; GShard, arXiv:2006.16668, section 3.2, has a capacity
+instead). Gradients travel the same way in the opposite direction, so the gradient of an expert is
+complete on its owner.
 
-Over several axes tokens take one hop for each group of axes: first to every node that has experts
-of them, and from there to the devices inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2), so
-that a token crosses slow links once for each node.
+Over several axes tokens take one hop for each group of axes: first to every node that has some of
+their experts, and from there to the devices inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+A token thus crosses slow links once for each node.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ABSENT = -1  # the expert of a place whose expert is elsewhere
 
 @dataclass(frozen=True)
 class Hop:
-    """One all_to_all: the devices along some axes, and who of them takes the rows of an expert.
+    """One all_to_all: the devices along some axes, and which of them takes the rows of an expert.
 
     Attributes:
         peers: the devices.
@@ -127,7 +128,7 @@ def dispatched(
 def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
     """Returns the all_to_all of tokens to their experts and back, and those of their numbers.
 
-    Every device has as many tokens as the others; the busiest one's experts set the pace.
+    All devices have equally many tokens; the device with the busiest experts determines the time.
 
     Args:
         part: a mixture in layouts.

@@ -1,9 +1,9 @@
-"""Operators that communicate when a dimension is split: their form, and what they send.
+"""Operators that communicate when a dimension is split: their local calls, and their messages.
 
-Most operators run unchanged on shards. Those listed here need more if a dimension that they look
-into is split: an offset (a table of words), a sum over all parts (softmax), or a neighbour's border
-(a convolution). Their form on one device calls a method of `autopar/operators/across.py`;
-`exchanged` returns the communication of that method, so that the planner can price it.
+Most operators run unchanged on shards. Those listed here need more if a dimension that they work
+along is split: an offset (an embedding table), a sum over all shards (softmax), or a neighbour's
+border (a convolution). On each device they become a call of a method of
+`autopar/operators/across.py`; `exchanged` returns the communication of that method, for prices.
 """
 
 from __future__ import annotations

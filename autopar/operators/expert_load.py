@@ -40,7 +40,7 @@ class ExpertLoad:
 
     @classmethod
     def parse(cls, text: str) -> ExpertLoad:
-        """Returns the distribution that a text says; raises OptionError if it says none."""
+        """Parses the text of a distribution; raises OptionError for anything else."""
         words = text.split()
         try:
             if words in ([], ["equal"]):
@@ -92,7 +92,7 @@ class ExpertLoad:
     def parts(
         self, experts: int, axes: Sequence[str], along: Sequence[str], mesh: Mesh
     ) -> list[float]:
-        """Returns the share of the experts of each group of devices that lie alike along axes.
+        """Returns the share of the experts of each group of devices with equal places along axes.
 
         Args:
             experts: their number.

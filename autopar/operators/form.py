@@ -1,9 +1,9 @@
-"""Form: one of several implementations of an operator, which layouts alone do not tell apart.
+"""Form: one of several implementations of an operator that have the same layouts.
 
-Attention gathers keys or sends them around a ring; experts are replicated or tokens dispatched. A
-form has a factor string of its own, in which factors marked "~" are split inside the operator, and
-says what it sends, computes and allocates, and how it is written: as a call of a method of `mesh`.
-`forms/` has one file each. An operator without a form runs as `exchange.py` and its rule say.
+For example, attention can gather keys or send them around a ring. A form has its own factor string,
+in which factors marked "~" are split inside the operator. It states its messages, its work and its
+memory, and the method of `mesh` that a program calls. `forms/` has one file for each. An operator
+without a form runs as its rule and `exchange.py` say.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ class Form:
         spec: its factor string for a node with operands of some types, in the notation of
             `intra_op/rule.py`; "" where it does not apply to such a node.
         fits: whether it applies in given layouts.
-        needs: what `spec` and `fits` ask for, in words that an error can quote.
+        needs: requirements of `spec` and `fits`, as text for errors.
         method: name of the method of `mesh` that runs it.
-        run: that method: takes the mesh, then what `write` says.
+        run: that method; takes the mesh, then the arguments that `write` returns.
         write: arguments and keywords of the call.
         sends: its collectives forwards and backwards.
-        work: its kernels on the device that all wait for; None for those of the operator on shards.
+        work: its kernels on the slowest device; None for those of the operator on shards.
         scratch: bytes that live only while it runs, forwards and backwards.
-        turns: number of turns in which it computes; in all but the last one it sends meanwhile.
-        examples: on which it is proved, beside those of the operator's rule.
+        turns: number of turns in which it computes; in all but the last, it also sends.
+        examples: on which it is proved, in addition to those of the operator's rule.
         together: pairs of factors that one axis may split at once, as in `OpRule`.
-        alone: number of its first collectives, forwards and backwards, that no kernels run beside.
-        meshes: on which it is proved, beside those of one axis and of two.
+        alone: number of its first collectives, in each direction, that overlap with no kernels.
+        meshes: on which it is proved, in addition to those of one axis and of two.
     """
 
     name: str

@@ -42,7 +42,7 @@ class Experts:
     Attributes:
         gate, up: [experts, inner, width]; `gate` is None for experts without gates.
         down: [experts, width, inner].
-        act: what lies between them, see `activation.py`.
+        act: the computation between the products, see `activation.py`.
         biases: of gate and up, [experts, inner], and down, [experts, width]; each may be None.
     """
 

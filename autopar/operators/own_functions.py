@@ -59,7 +59,7 @@ def find(called: str) -> Any:
         raise ProgramError(
             f"there is no torch.autograd.Function {module}:{name}",
             why=f"{type(error).__name__}: {error}",
-            todo="a program calls it by its name: make it importable where the program runs",
+            todo="make it importable where the program runs, since the program calls it by name",
         ) from None
     return attribute
 

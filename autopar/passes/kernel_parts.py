@@ -1,14 +1,14 @@
-"""Says of every operator which part of which kernel it is, under the graph's execution.
+"""Assigns every operator to a part of a kernel, under the graph's execution.
 
-A compiler makes one kernel of neighbouring operators if no matrix product lies between them. Each
-operator stands on a level, one above those whose products it needs; operators of a level that read
-one another are one kernel. A kernel reads each value from outside once and writes those of its
-values that are read outside. Backwards it reads the gradients of what it wrote, one for each
-kernel that read it, and what the forward saved; values inside are computed again from what it read
-(PyTorch 2, ASPLOS 2024, section 4.3, calls it rematerialisation in the backward).
+A compiler makes one kernel of neighbouring operators if there is no matrix product between them.
+Each operator has a level, one above the products that it needs; operators of a level that read
+one another form one kernel. A kernel reads each external value once, and writes those of its
+values that are read outside. In the backward, it reads the gradients of the values that it wrote,
+one for each kernel that read them, and the values that the forward saved. Inner values are
+recomputed (PyTorch 2, ASPLOS 2024, section 4.3, calls this rematerialisation in the backward).
 
-Linears that read the same value are one product whose columns stand side by side, and their input
-has one gradient.
+Linears that read the same value form one product with concatenated columns, and their input has one
+gradient.
 """
 
 from __future__ import annotations

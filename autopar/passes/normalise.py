@@ -1,4 +1,4 @@
-"""Turns a captured graph into the one that the planner reads."""
+"""Turns a captured graph into the graph that the planner reads: the list of passes, in order."""
 
 from __future__ import annotations
 

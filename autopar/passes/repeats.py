@@ -4,13 +4,15 @@ Operators are compared in execution order. Two of them look alike if they have t
 literals, result types and operand types. For each period p the sequence is compared with itself
 shifted by p, in one vectorised comparison; where it looks alike for at least p operators there may
 be a run. Each candidate (a start, a period p and a number of blocks n) is then checked exactly.
-Every operand must be
+Every operand must be of one kind, the same in all blocks:
 
-    inner      the same place of its own block, carried    the same place of the previous block; for
-    the first block a value from before the run, invariant  one and the same value from before the
-    run, for all blocks, or own        a parameter or buffer that this block alone reads,
+    inner      the value at the same place of its own block
+    carried    the value at the same place of the previous block; for the first block, a value from
+               before the run
+    invariant  the same value from before the run, for all blocks
+    own        a parameter or buffer that only this block reads
 
-alike in all blocks, and only carried values may leave a block.
+Only carried values may leave a block.
 """
 
 from __future__ import annotations

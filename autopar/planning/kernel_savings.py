@@ -34,7 +34,7 @@ def savings(
 ) -> dict[str, Fused]:
     """Returns what each kernel saves that replaces several operators.
 
-    Kernels are read off the lines of the lowered program, so that the savings are those of what
+    The lines of the lowered program give the kernels, so the savings are those of the program that
     runs.
 
     Args:

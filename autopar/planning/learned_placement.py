@@ -3,8 +3,8 @@
 Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning" (ICML 2017): an LSTM
 reads the tasks, a second one with attention chooses a device for each; REINFORCE with a moving
 average as the baseline rewards a placement by the negative square root of its seconds. Here the
-play of `inter_op/placement` is the clock, and a placement that does not fit counts as ten times the
-seconds of all tasks.
+simulation of `inter_op/placement` gives the seconds, and a placement that does not fit counts as
+ten times the seconds of all tasks.
 """
 
 from __future__ import annotations

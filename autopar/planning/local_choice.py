@@ -1,6 +1,6 @@
-"""The choice between one program on all devices and replicas that train apart.
+"""The choice between one program on all devices and local updates of independent replicas.
 
-Only `allow="local updates"` asks for it, since replicas that train apart compute something else.
+Only `allow="local updates"` asks for it, because local updates change the trained weights.
 Every set of leading axes, and every single axis, may be independent; every outer method runs with
 its default options and the tau that hides its synchronisation. The plan inside a replica is the
 fastest one for its part of the batch, with the method's states in memory.
@@ -67,7 +67,7 @@ class Offer:
 
     @property
     def changes(self) -> str:
-        """Returns what is computed otherwise than on one device; "" for nothing."""
+        """Returns how training differs from that on one device; "" for not at all."""
         return "" if self.rounds is None else self.rounds.changes
 
     @property
@@ -103,7 +103,7 @@ def asks_for_local(allow: str) -> bool:
 
 
 def choose(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
-    """Returns the fastest plan of a model, with or without replicas that train apart.
+    """Returns the fastest plan of a model, with or without local updates.
 
     Args:
         call: the model and the batch of all devices.
@@ -140,8 +140,8 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
     """
     if options.searches_stages:
         raise OptionError(
-            f'allow="{LOCAL_UPDATES}" does not go with a search for stages',
-            why="replicas would be priced for every pipeline",
+            f'allow="{LOCAL_UPDATES}" cannot be combined with a search for stages',
+            why="the search would have to price replicas for every pipeline",
             todo="give the number of stages, or name the method: outer=...",
         )
     found: list[Offer] = []
@@ -162,7 +162,7 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
 
 
 def _independent(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """Yields sets of axes along which replicas may train apart."""
+    """Yields sets of axes along which replicas may train independently."""
     names = [axis.name for axis in mesh.axes if axis.size > 1]
     seen: set[tuple[str, ...]] = set()
     for axes in [(name,) for name in names] + [tuple(names[:n]) for n in range(2, len(names) + 1)]:

@@ -1,4 +1,4 @@
-"""Prices of the rounds of replicas that train apart, for a plan that was made for one of them."""
+"""Prices of the rounds of local updates, for a plan that was made for one replica."""
 
 from __future__ import annotations
 

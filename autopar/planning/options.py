@@ -57,7 +57,7 @@ class Options:
         expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
         documents: lengths of documents in packed rows, for prices; see `DocumentLengths`.
         execution: how the kernels of a plan are run, for prices; see `Execution`.
-        allow: "stale gradients" admits schedules that change the result of training.
+        allow: "stale gradients" allows schedules that change the result of training.
 
     Raises:
         OptionError: options contradict one another.

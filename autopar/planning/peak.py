@@ -26,11 +26,11 @@ def with_simulated(
     prices: CostModel,
     repeated: Repeated | None = None,
 ) -> StagePlan:
-    """Returns the plan with what only a simulated step shows, if there is a backward.
+    """Returns the plan with the figures that only a simulated step gives, if there is a backward.
 
-    These are its peak memory, with what the allocator holds besides, and, if it is known how
-    kernels are executed, the seconds of the update and those in which the device waits for its
-    host. A stage's are counted by its pipeline.
+    These are its peak memory, including what the allocator reserves. If the plan says how kernels
+    are executed, they are also the seconds of the update, and those in which the device waits for
+    its host; for a stage, its pipeline counts these.
 
     Args:
         graph: the prepared graph.

@@ -76,7 +76,7 @@ def host_of(prices: CostModel) -> Host | None:
 
 
 def slowdown_of(mesh: Mesh, execution: Execution) -> float:
-    """Returns the slowdown of kernels and collectives side by side; 2 if they take turns."""
+    """Returns the slowdown of kernels and collectives while both run; 2 if nothing overlaps."""
     return TAKE_TURNS if execution.waits else device(mesh).slowdown
 
 

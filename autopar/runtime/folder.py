@@ -122,7 +122,10 @@ def write(
             draft.abandon()
         draft.sweep()
     except (OSError, SafetensorError) as error:
-        raise ProgramError(f"cannot write the program to {folder}", why=str(error)) from error
+        todo = "make room, or name another folder"
+        raise ProgramError(
+            f"cannot write the program to {folder}", why=str(error), todo=todo
+        ) from error
     return folder
 
 

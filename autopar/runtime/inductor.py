@@ -49,7 +49,9 @@ def check(backend: str) -> None:
     """Raises ProgramError if the backend is unknown."""
     if backend not in BACKENDS:
         raise ProgramError(
-            f"there is no backend {backend!r}", why=f"backends are {', '.join(BACKENDS)}"
+            f"there is no backend {backend!r}",
+            why=f"backends are {', '.join(BACKENDS)}",
+            todo="name one of these",
         )
 
 
@@ -67,5 +69,5 @@ class _Compiled:
             raise ProgramError(
                 f"the backend {self._backend!r} cannot compile {self._name}",
                 why=str(error).strip().partition("\n")[0],
-                todo='pass backend="eager", or install what is missing',
+                todo='pass backend="eager", or install the missing compiler',
             ) from error

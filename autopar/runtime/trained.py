@@ -76,7 +76,7 @@ class Trained(ABC):
 
     @property
     def rounds(self) -> Report:
-        """Report on the last round of replicas that train apart, the same on every rank.
+        """Report on the last round of local updates, the same on every rank.
 
         Its `loss` is the mean over replicas; `step` returns that of this rank's own.
 
@@ -85,7 +85,9 @@ class Trained(ABC):
         """
         program = self._ready()
         if not isinstance(program, LocalUpdates):
-            raise ProgramError("there are no rounds", todo='pass outer="local over node, tau=8"')
+            raise ProgramError(
+                "the program has no rounds", todo='pass outer="local over node, tau=8"'
+            )
         return program.report
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -106,7 +108,9 @@ class Trained(ABC):
         """
         executor = self._ready()
         if self._training.ema is None:
-            raise ProgramError("there is no average", todo="pass ema=0.999 to compile")
+            raise ProgramError(
+                "the program has no weight average", todo="pass ema=0.999 to compile"
+            )
         executor.meet("ema_state_dict")
         full = executor.state_dict(average=True)
         return {name: full[name] for name in self._model.state_dict() if name in full}

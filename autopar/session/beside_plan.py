@@ -1,4 +1,4 @@
-"""Options that a given plan has already decided; other values beside it are refused."""
+"""Options that a given plan has already decided; other values of them are refused."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Running:
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
         pad_to: lengths to which batches are padded; None to take them as they are.
-        evaluate: "anchor", "average" or "" for what replicas that train apart have in common.
+        evaluate: "anchor", "average" or "": the weights that replicas evaluate.
     """
 
     backend: str = "eager"
@@ -256,7 +256,7 @@ class Compiled:
                 "the files of the compiled program do not belong together",
                 where=str(path),
                 why="they do not have the fingerprint that was written with them",
-                todo="compile the model again, and save it; to edit a program, use the folder of "
+                todo="compile the model again, and save it; to edit a program, use the folder that "
                 "Session.save writes",
             )
         return compiled
@@ -265,7 +265,7 @@ class Compiled:
         """Returns the text files of a standalone folder; see `runtime/folder.py`."""
         if self.plan.outer is not None:
             raise ProgramError(
-                "a folder that runs by itself has no replicas that train apart",
+                "a folder that runs by itself cannot contain local updates",
                 why=f"the plan's outer method is {self.plan.outer}",
                 todo="save a checkpoint, and Compiled.save for autopar.load",
             )
@@ -356,7 +356,7 @@ def refuse_for_stages(plan: Plan, placement: Placement, running: Running) -> Non
             f"stages under the schedule {schedule!r} cannot be compiled",
             why="a compiled segment saves parameters for its backward, which may need other"
             " versions of them by then",
-            todo='pass backend="eager", or a schedule that flushes',
+            todo='pass backend="eager", or a synchronous schedule such as 1f1b',
         )
     again = [n for n, stage in enumerate(plan.stages) if stage.recompute]
     if again and not schedule_of(schedule, groups_of(plan), plan.microbatches).stashes:

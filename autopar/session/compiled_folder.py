@@ -289,7 +289,7 @@ def _saved(value: Any, where: str) -> Any:
         raise ProgramError(
             f"{error.what}, a constant of the compiled program",
             why=error.why,
-            todo="pass numbers, texts, None and containers of these beside the tensors",
+            todo="pass numbers, strings, None and containers of these beside the tensors",
         ) from error
 
 

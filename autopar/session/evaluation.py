@@ -124,7 +124,7 @@ class Evaluating(ABC):
         executor = self._ready()
         if not isinstance(executor, Executor):
             raise ProgramError(
-                "the load of experts is measured in programs of one piece",
+                "the load of experts can only be measured in a program without stages",
                 why="each stage, or each replica of local updates, sees its own mixtures only",
                 todo="compile with stages=1 and without outer, and call it there",
             )

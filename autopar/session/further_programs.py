@@ -131,8 +131,8 @@ class Variants:
             raise BatchError(
                 f"the schedule {self.first.plan.schedule!r} trains on batches of one shape",
                 why="microbatches of earlier batches are still in flight when the next one comes",
-                todo="pad the batch, drop the last one (drop_last=True), or pass a schedule that "
-                "flushes",
+                todo="pad the batch, drop the last one (drop_last=True), or use a synchronous "
+                "schedule such as 1f1b",
             )
         if len(programs) >= most:
             raise BatchError(

@@ -91,18 +91,17 @@ class PlanKeywords(AverageKeywords, total=False):
         microbatches: number of equal slices of a batch, along the first dimension of all its
             tensors. Batch norms see one microbatch at a time, except under schedules with two
             copies of a stage.
-        accumulate: the same without stages: number of microbatches whose gradients are added up
-            before one update.
-        whole_loss: whether a step of microbatches has the loss of the whole batch: means over the
-            labels or the mask of a batch divide by the whole batch's count, and sums are those of
-            the whole batch. A loss that does not add up is refused; with False a step has the mean
-            of the microbatches' losses.
+        accumulate: without stages, the number of microbatches whose gradients are added up before
+            one update.
+        whole_loss: whether the loss of a step is that of the whole batch, the default: a mean over
+            labels or a mask divides by the count of all microbatches. A loss for which this is
+            not possible is refused. With False, the loss is the mean of the microbatches' losses.
         schedule: order of stages and microbatches, with its options: "1f1b", "gpipe",
             "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples in a step, for `stages="auto"`; by default those of the example batch.
-        allow: what may differ from training on one device. "stale gradients" admits schedules
+        allow: what may differ from training on one device. "stale gradients" allows schedules
             that update weights while microbatches are in flight: "2bw", "pipedream", "pipemare",
-            "ampnet". "local updates" also prices replicas that train apart, by every method of
+            "ampnet". "local updates" also considers independent replicas, by every method of
             `outer`, and takes the fastest plan, which says what it changes. Join both by a comma.
         state: sharding of parameters, gradients and optimizer state over replicas: "ddp", "zero1",
             "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by default it is chosen for each
@@ -116,35 +115,36 @@ class PlanKeywords(AverageKeywords, total=False):
         gradients: compression of gradients where that sends fewer bytes, which changes numerics:
             "int8", "int4 blocks", "1-bit", "top-k 1 %" or "powersgd rank 4"; all but the first add
             the omitted part to the next gradients. It is part of the precision.
-        fuse: whether kernels replace groups of operators: all or none of the patterns of
-            `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step, a list of names, or a
-            mapping that switches some off. On CPUs, their reference implementations run, which are
-            no faster. "async_tensor_parallel", collectives of sequence parallelism that overlap
-            with linears, is on only if named. A given plan keeps its own fusions.
-        offload: tensors to keep in host memory while they are not needed: "optimizer" its state,
-            which is copied to the device bucket by bucket for the update; "activations" those that
-            blocks save for their backward; "optimizer+activations"; "activations 8" of the first
-            eight blocks that are not recomputed; "auto" as memory requires; None nothing. Numerics
-            do not change.
+        fuse: which fused kernels replace groups of operators: True or False for all or none, a list
+            of names, or a mapping that switches some off. The names are the patterns of
+            `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step. On CPUs, reference
+            implementations run, which are no faster. "async_tensor_parallel", collectives that
+            overlap with linears, is on only if named. A given plan keeps its own fusions.
+        offload: tensors to keep in host memory while they are not needed: "optimizer", the
+            optimizer's state, which is copied to the device bucket by bucket for the update;
+            "activations", those that blocks save for their backward; "optimizer+activations";
+            "activations 8", those of the first eight blocks that are not recomputed; "auto", as
+            memory requires; None, nothing. Results do not change.
         collectives: algorithms of collectives: None uses the library's; "auto" takes the fastest
             one for each call, by its size and axes, including the library's own; or rows such as
-            ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums keep their dtype, but add in
-            another order.
+            ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums keep their dtype, but are
+            computed in another order.
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
             its own part, as from a DistributedSampler; "local over data" if ranks that differ along
             other axes pass the same part. See `Session.data_rank`.
         expert_load: the assumed frequency of each expert: "equal", "zipf 0.8", or their shares.
-        documents: the lengths of documents that are packed into a row, for prices of attention
-            under their mask: a sample such as "4096 512 512 128", or "unknown".
-        execution: how kernels are run, for prices: "compiled=blocks merged host=compiled"; see
-            `autopar/ir/executed/execution.py`. By default every operator is one.
+        documents: lengths of the documents that are packed into a row, for predicted times of
+            attention under their mask: a sample such as "4096 512 512 128", or "unknown".
+        execution: how your system runs kernels, for predicted times: "compiled=blocks merged
+            host=compiled"; see `autopar/ir/executed/execution.py`. By default every operator is one
+            kernel.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
             part of a batch. A given plan states its own method.
-        on_loss: with `outer`, "continue" leaves a replica of which a rank is lost out of the
-            averages, with a warning; "error", the default, stops all. It is part of `outer`.
-        trace: a folder to which the first rank writes every intermediate value.
+        on_loss: with `outer`, what happens if a rank is lost: "continue" excludes its replica from
+            the averages, with a warning; "error", the default, stops all. It is part of `outer`.
+        trace: a folder to which the first rank writes the result of every planning step.
     """
 
     loss_fn: Callable[..., Tensor] | None
@@ -196,10 +196,10 @@ class TrainKeywords(AverageKeywords, total=False):
         shapes: number of batch shapes for which programs are compiled as they occur, with the same
             parameters and optimizer; see `docs/how-to/data.md`. By default, a batch of
             another shape than the first is refused.
-        pad_to: lengths to one of which every batch is padded at the end of its second dimension,
-            [128, 256, 512], each with its own program: labels by -100, which the loss ignores, and
-            the other inputs of transformers' models behind a zero of the attention mask. For other
-            inputs, an `autopar.Padding` says with what.
+        pad_to: lengths such as [128, 256, 512], to the next of which every batch is padded, at the
+            end of its second dimension. Each length has its own program. Labels are padded with
+            -100, which the loss ignores, and the attention mask with zeros. For other inputs, an
+            `autopar.Padding` says with what.
         evaluate: with `outer`, whether evaluation and `state_dict` use the outer method's "anchor"
             or the "average" of the replicas' parameters; by default the anchor, if there is one.
     """

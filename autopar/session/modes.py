@@ -86,7 +86,7 @@ class Modes:
             raise ProgramError(
                 f"a parameter was {how} after the model was compiled",
                 where=name,
-                why="the plan, the gradients and the optimizer are for what learned then",
+                why="the plan and the optimizer are for the parameters that were trained then",
                 todo="set it back, or compile the model as it is now and load_state_dict into it",
             )
         self._check_modules()
@@ -104,9 +104,9 @@ class Modes:
         for (name, module), before in zip(self._modules, self._members, strict=True):
             if list(module._modules.values()) != before:
                 raise ProgramError(
-                    "a module was replaced, added or taken away after the model was compiled",
+                    "a module was replaced, added or removed after the model was compiled",
                     where=name or type(module).__name__,
-                    why="the program is of those that were there then",
+                    why="the program was compiled for the modules of that time",
                     todo="put it back, or compile the model as it is now",
                 )
 

@@ -1,8 +1,8 @@
 """Pads batches of any length to one of a few lengths, for each of which a program is compiled.
 
-The length of a batch is the second dimension of its tensors. What is added has no effect: labels
-are the index that the loss ignores, and the attention mask is zero there. A batch whose padding
-would count is refused by name.
+The length of a batch is the second dimension of its tensors. Padding has no effect on the loss:
+padded labels have the index that the loss ignores, and the attention mask is zero. If padding would
+affect the loss, an error names the input.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Padding:
             return
         if MASK not in signature:
             raise BatchError(
-                "the model has no attention mask that would hide what is added to a batch",
+                "the model has no attention mask that could hide padding",
                 why=f"its forward takes {', '.join(signature)}",
                 todo="say how every input is padded, if that has no effect: "
                 'pad_to=autopar.Padding([64, 128], {"words": 0, "tags": -100})',
@@ -125,7 +125,7 @@ class Padding:
         else:
             raise BatchError(
                 f"the input {name!r} cannot be padded",
-                why="nothing says which value has no effect",
+                why="its fill value is not known",
                 todo=f'pass pad_to=autopar.Padding({list(self.lengths)}, {{"{name}": ...}})',
             )
         more = [0, 0] * (value.dim() - 2) + [0, target - value.shape[1]]
@@ -146,7 +146,7 @@ class Padding:
             counted = _IGNORED not in _ignored(graph)
         if counted:
             raise BatchError(
-                "the loss counts what is added to a batch",
+                "the loss counts padding",
                 why=why,
                 todo="pass ignore_index=-100 to the loss, divide by the sum of a mask, or name the "
                 f'value that it ignores: autopar.Padding({list(self.lengths)}, {{"labels": ...}})',
@@ -154,7 +154,7 @@ class Padding:
         if MASK in leaves and MASK not in self.values and not graph.users[leaves[MASK].name]:
             raise BatchError(
                 "the model does not read its attention mask",
-                why="what is added to a batch would be attended to",
+                why="attention would read the padding",
                 todo="say how every input is padded, if that has no effect: autopar.Padding",
             )
 

@@ -177,7 +177,7 @@ def _content(model: nn.Module) -> tuple[bool, dict[str, str]]:
         return True, {order[int(number)]: name for name, number in kept.items()}
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise ProgramError(
-            f"a {type(model).__name__} is no model of transformers or PEFT",
+            f"a {type(model).__name__} is not a model of transformers or PEFT",
             why="it has no configuration that from_pretrained could read",
             todo="save session.state_dict(), or a checkpoint",
         )

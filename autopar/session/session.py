@@ -324,7 +324,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         """Graph, plan and sources; ProgramError before the first batch."""
         if self._compiled is None:
             raise ProgramError(
-                "the program is not there yet",
+                "the program is not compiled yet",
                 why="its shapes come from the first batch",
                 todo="run a step first, or pass example_inputs to compile",
             )
@@ -381,14 +381,12 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         pair.refuse_if_generating(compiled, "be saved", "save a checkpoint, or program.plan")
         if executor.part.world > 1:
             raise ProgramError(
-                "a program of local batches cannot be saved to run by itself",
+                "a program with local batches cannot be saved to run by itself",
                 why="each rank has only its part of a batch",
                 todo="save program.compiled, and train with autopar.load",
             )
         if not self._example:
-            raise ProgramError(
-                "no batch was seen yet, to save beside the program", todo="run a step"
-            )
+            raise ProgramError("there is no batch yet to save with the program", todo="run a step")
         executor.meet("save")
         full = executor.state_dict()
 

@@ -35,14 +35,14 @@ class StepMetrics:
         grad_norm: norm of the gradients before clipping; None if nothing needed it.
         seconds: from the call of `step` until its loss is known.
         samples, tokens: of the whole batch, on all ranks; tokens are the elements of its first
-            input of integers with two dimensions, and samples where there is none.
+            two-dimensional integer input, or the samples if there is none.
         model_flops: of matrix products in the step, without recomputation; see
             `intra_op/work/model_flops.py`.
         utilisation: the model FLOPs utilisation, a fraction of the devices' peak.
         memory: peak bytes in tensors of an accelerator since the last step, or the peak resident
             bytes of the process on a CPU.
-        exposed_seconds: in which this rank did nothing but wait for others; None on accelerators,
-            whose host does not wait: profile a step there.
+        exposed_seconds: time in which this rank only waited for others; None on accelerators, where
+            the host does not wait (profile a step there).
     """
 
     step: int

@@ -29,7 +29,7 @@ class Operator:
         work: its kernels in each direction.
         asks: its own collectives in each direction.
         turns: in all of them but the last it sends beside its kernels.
-        alone: number of its first collectives in each direction that no kernels run beside.
+        alone: number of its first collectives in each direction that no kernels overlap with.
     """
 
     recipe: Recipe

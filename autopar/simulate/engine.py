@@ -1,11 +1,11 @@
 """Runs tasks on streams: a fluid simulation that advances to the next completion.
 
 Every stream, one for computing and one for each set of mesh axes, runs its tasks in their order, as
-CUDA streams and NCCL communicators do. What runs at a time shares the device:
+CUDA streams and NCCL communicators do. Tasks that run at the same time share the device:
 
-- while a kernel and a collective run side by side, both take `slowdown` times as long: they share
+- while a kernel and a collective overlap, both take `slowdown` times as long: they share
   memory bandwidth, cache and multiprocessors;
-- a copy to the host or back, on a stream of its own each way, counts as a collective there;
+- a copy to the host or back, on a separate stream each way, counts like a collective;
 - n collectives on the same links get an n-th of their bandwidth each.
 
 With a host, its one thread issues all tasks in program order, and none begins before it is issued:
@@ -58,13 +58,13 @@ def run(
     Args:
         tasks: of one device, those of each stream in their order.
         model: prices.
-        slowdown: how many times as long kernels and collectives take while they overlap, at least
-            1; a figure of the device.
-        host: seconds in which tasks are issued; by default they are all there at once.
+        slowdown: factor by which kernels and collectives slow down while they overlap, at least 1;
+            a figure of the device.
+        host: seconds in which the host issues tasks; by default all are issued at the start.
 
     Raises:
-        SimulationError: a task waits for one that is not there or, through others, for itself; a
-            buffer is allocated twice or freed before it is there; `slowdown` is less than 1.
+        SimulationError: a task waits for one that does not exist or, through others, for itself; a
+            buffer is allocated twice or freed before it exists; `slowdown` is less than 1.
     """
     if not slowdown >= 1:
         raise SimulationError(

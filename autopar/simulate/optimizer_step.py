@@ -1,9 +1,9 @@
 """The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
 
-Masters come with it. They are rounded to what is held afterwards, unless AdamW's kernel has written
-that as well. Of that there is a launch for every buffer of gradients: the parts that
-reduce_scatters gave, a bucket that was all_reduced, those that were cast together, small ones that
-are copied together for it, and every other one by itself.
+Masters come with it. Afterwards they are rounded to the stored parameters, unless AdamW's kernel
+writes these too. That kernel has one launch for every buffer of gradients: the results of
+reduce_scatters, a bucket that was all_reduced, gradients that were cast together, small gradients
+that are copied together, and every other gradient by itself.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Updated:
     Attributes:
         name: of the node.
         nbytes, dtype: of what is updated.
-        rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
+        rounded: bytes of what is made of it in a lower precision, 0 if it is not a master.
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced or comes as a message.
         scattered: whether that is put beside those of all others.
         states: bytes of the states that its rule names.
-        coming: bytes of states that come from host memory for the update, if they lie there.
+        coming: bytes of states that come from host memory for the update, if they are kept there.
         owned: set if one device updates all of it, for the others.
     """
 

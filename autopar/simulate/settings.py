@@ -25,7 +25,7 @@ class Settings:
             parameter in the backward, which synchronises its gradient; gathering parameters one
             block ahead; gathering them again so. An emitted program waits for none on accelerators,
             on a CPU for all but the second.
-        host: seconds in which a host issues the work; by default it is all there at once.
+        host: seconds in which a host issues the work; by default all is issued at the start.
         optimizer: bytes that an update moves for each parameter; 0 for those of the plan's.
         in_place: whether gradients are reduced into their own memory, updated parameters gathered
             into theirs, and no tensors of one call are copied into a buffer that is sent.

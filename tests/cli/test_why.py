@@ -269,8 +269,8 @@ def test_the_text_says_what_the_json_says(ask: Callable[..., Any], folder: Path)
     ("arguments", "says"),
     [
         (("why", "up.wieght"), "did you mean up.weight"),
-        (("why", "mlp.py:1"), "is called"),
-        (("why-not", "down.bias", "[16]"), "is called"),
+        (("why", "mlp.py:1"), "is named"),
+        (("why-not", "down.bias", "[16]"), "is named"),
         (("why-not", "up.weight", "[64, 15]"), "its shape is [64, 16]"),
         (("why-not", "up.weight", "[64@rack, 16]"), "fits no choice"),
         (("why-not", "up.weight", "64 x 16"), "cannot read"),

@@ -183,7 +183,7 @@ def test_a_small_problem_that_is_far_slower_is_refused_and_noise_is_not(field: s
 
 
 def test_a_grid_with_a_hole_is_refused() -> None:
-    with pytest.raises(CalibrationError, match="do not fill a grid"):
+    with pytest.raises(CalibrationError, match="do not form a complete grid"):
         dataclasses.replace(MADE, products=MADE.products[1:])
 
 

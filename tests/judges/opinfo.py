@@ -53,7 +53,7 @@ REASONS = (
     (r"layout torch\.sparse", "sparse tensors"),
     (r"a tensor of torch\.", "no such dtype in a graph"),
     (r"writes its results into", "writes into several given tensors"),
-    (r"no place in a graph", "no place in a graph"),
+    (r"cannot be represented in a graph", "no place in a graph"),
     (r"setStorage", "reads memory around its operands"),
     (r"gives no tensor", "gives no tensor"),
 )

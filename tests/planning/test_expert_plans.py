@@ -241,7 +241,7 @@ def test_any_callable_is_a_word_and_nothing_else() -> None:
         return {"last.weight": f"[32@{subject.mesh.names[0]}, 16]"}
 
     assert used("even", planned("even", last_by_rows))["last.weight"][1] == "[32@gpu, 16]"
-    with pytest.raises(PinError, match="is no pin"):
+    with pytest.raises(PinError, match="is not a pin"):
         planned("even", ["megatron"])  # type: ignore[list-item]
 
 

@@ -77,7 +77,7 @@ def test_offers_are_priced_by_their_plans() -> None:
         assert exposed <= 0.05 * inside.predicted.step_seconds
     text = table(found)
     assert ORDINARY in text
-    assert "a momentum of their averages" in text
+    assert "an outer momentum" in text
 
 
 def test_permissions_are_names() -> None:

@@ -69,5 +69,5 @@ def test_refusals(gpt2: tuple[Graph, tuple[Graph, ...]]) -> None:
     graph, parts = gpt2
     with pytest.raises(PinError, match="name nothing: nowhere"):
         stage_pins(graph, parts, [MESH] * 5, Options(pins={"nowhere": "[4]"}))
-    with pytest.raises(PinError, match="is no pin"):
+    with pytest.raises(PinError, match="is not a pin"):
         stage_pins(graph, parts, [MESH] * 5, Options(pins=[3]))  # type: ignore[list-item]

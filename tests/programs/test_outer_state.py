@@ -85,7 +85,7 @@ def bytes_of(cases: list[str]) -> list[tuple[float, float, str]]:
         one = sum(p.nbytes for p in session._executor.program.weights.trained)
         text, losses = session.plan.to_toml(), [session.step(**batch(5)).item()]
         found.append((kept, one, text))
-        with pytest.raises(ProgramError, match="replicas that train apart"):
+        with pytest.raises(ProgramError, match="local updates"):
             session.save("nowhere")
         session.close()
         if outer not in AGAIN:

@@ -21,10 +21,10 @@ def test_nothing_is_there_before_the_first_batch(tmp_path: Path) -> None:
     model, batches = regression()
     program = autopar.compile(model, SINGLE)
     for ask in ("plan", "source", "graph", "optimizer", "grad_norm"):
-        with pytest.raises(ProgramError, match="not there yet"):
+        with pytest.raises(ProgramError, match="not compiled yet"):
             getattr(program, ask)
     for call in (program.state_dict, functools.partial(program.save, tmp_path / "program")):
-        with pytest.raises(ProgramError, match="not there yet"):
+        with pytest.raises(ProgramError, match="not compiled yet"):
             call()
     assert not list(tmp_path.iterdir())
     program.step(**batches[0])

@@ -1,4 +1,4 @@
-"""Knows which tensors of a trace say which experts a token chose.
+"""Tracks the tensors of a trace that hold the experts which tokens chose.
 
 `topk` and `argmax` give the experts of every token, each at most once; comparisons with a number,
 `one_hot`, views and sums of these keep that meaning. Dimensions are named: "token", "slot" (of the

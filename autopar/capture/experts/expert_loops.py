@@ -141,7 +141,7 @@ def applied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls a function of which an argument is part of a loop over experts.
 
     Raises:
-        CaptureError: the result depends on the number of rows, or is no part of a mixture.
+        CaptureError: the result depends on the number of rows, or is not part of a mixture.
     """
     name = str(getattr(func, "__name__", func)).strip("_")
     first = args[0] if args else None

@@ -18,14 +18,14 @@ from autopar.operators.model_calls.mixture_call import mixture
 
 
 def refused(name: str, why: str = "how many rows an expert has depends on values") -> CaptureError:
-    """Returns the error of a call that is no part of a mixture."""
+    """Returns the error of a call that is not part of a mixture."""
     if name == "dropout":
         where = "dropout of the rows of an expert, in a loop over experts"
         return CaptureError(where, why=WHY, todo=TODO)
     return CaptureError(
         f"{name} of the rows of an expert, in a loop over experts",
-        why=f"{why}; two or three products, functions of each element, and a weight are traced",
-        todo="compute the mixture of experts by autopar.mixture",
+        why=f"{why}; supported are two or three products, elementwise functions, and a weight",
+        todo="compute the mixture of experts with autopar.mixture",
     )
 
 

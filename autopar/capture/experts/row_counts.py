@@ -26,7 +26,7 @@ _ALONE = ("silu", "relu", "gelu", "sigmoid", "tanh", "exp", "square", "neg", "so
 
 
 class Number:
-    """An element of a tensor [pieces], as `tolist` and `item` give it; an int for whoever reads it.
+    """An element of a tensor [pieces], as `tolist` and `item` return it; acts as an int.
 
     Attributes:
         tensor: the tensor.

@@ -77,7 +77,7 @@ def steps_of(
     kept = recording.trace.recorded
     if not kept:
         raise CaptureError(
-            f"{type(model).__name__} keeps no keys and values between tokens",
+            f"{type(model).__name__} does not keep keys and values between tokens",
             why="no layer calls past_key_values.update",
             todo="attend to past_key_values.update(keys, values, layer); see "
             "docs/how-to/generation.md",

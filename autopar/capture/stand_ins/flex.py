@@ -1,4 +1,4 @@
-"""Traces FlexAttention as attention with a mask, or as its scores where these are modified.
+"""Traces FlexAttention as attention with a mask, or by its scores if a score_mod changes them.
 
 torch.nn.attention.flex_attention compiles the user's functions of positions and, on CPUs, has no
 backward. While a model is traced, these functions run on tensors of all batches, heads, queries and
@@ -157,9 +157,9 @@ def _check_blocks(block_mask: BlockMask) -> None:
         same = math.prod(block_mask.shape) <= _LARGEST and _follow(block_mask)
     if not same:
         raise CaptureError(
-            "the blocks of a BlockMask do not follow from its mask_mod, or it is too large to tell",
-            why="a plan masks by positions, so that it can split them anywhere",
-            todo="call create_block_mask in forward, with a mask_mod that says all",
+            "the blocks of a BlockMask do not follow from its mask_mod, or are too many to check",
+            why="the program evaluates mask_mod by position, so that it can split sequences",
+            todo="call create_block_mask in forward, with a mask_mod that describes the whole mask",
         )
 
 
@@ -278,8 +278,8 @@ def _looked_up(table: Tensor, index: Any) -> Any:
         return table[index]
     if not all(isinstance(item, (Tensor, int)) for item in given):
         raise CaptureError(
-            "a function of flex_attention takes a slice of a tensor by a position",
-            todo="index every dimension, by positions and numbers alone",
+            "a function of flex_attention slices a tensor at a position",
+            todo="index every dimension, with positions and numbers only",
         )
     return table[given] if len(given) == table.dim() else _Row(table, given)
 

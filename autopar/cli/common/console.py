@@ -97,7 +97,8 @@ def writing(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ProgramError(f"cannot write {path}", why=str(error)) from error
+        todo = "name another file, or make room"
+        raise ProgramError(f"cannot write {path}", why=str(error), todo=todo) from error
 
 
 def print_out(*parts: RenderableType) -> None:

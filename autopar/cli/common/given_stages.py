@@ -25,8 +25,8 @@ def stage_options(command: Command) -> Command:
         click.option(
             "--execution",
             metavar="HOW",
-            help="How the system runs kernels, for prices: 'compiled=blocks merged loss=steps "
-            "host=compiled optimizer=28'. Default: one for each operator.",
+            help="How the system runs kernels, for predictions: 'compiled=blocks merged loss=steps "
+            "host=compiled optimizer=28'. Default: one kernel per operator.",
         ),
         click.option(
             "--schedule",
@@ -37,23 +37,23 @@ def stage_options(command: Command) -> Command:
         click.option(
             "--accumulate",
             type=click.IntRange(1, 2**20),
-            help="Without stages: add up the gradients of so many microbatches before one update.",
+            help="Without stages: number of microbatches whose gradients one update adds up.",
         ),
         click.option(
             "--mean-loss",
             is_flag=True,
-            help="Train on the mean of the microbatches' losses, also if the batch has another.",
+            help="Train on the mean of the microbatches' losses, even if the batch's differs.",
         ),
         click.option(
             "--microbatches",
             type=click.IntRange(1, 2**20),
-            help="Cut the batch into so many microbatches.",
+            help="Number of microbatches of a batch.",
         ),
         click.option(
             "--stages",
             "stage_count",
             type=click.IntRange(1, 2**20),
-            help="Cut the model into so many pipeline stages, along the mesh's outermost axis.",
+            help="Number of pipeline stages, along the outermost axis of the mesh.",
         ),
     ):
         command = option(command)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MODEL = click.option(
-    "--model", metavar="MODEL", help="The model, in place of the plan's, written as for `plan`."
+    "--model", metavar="MODEL", help="The model, instead of the plan's, written as for `plan`."
 )
 
 RULES = click.option(
@@ -43,7 +43,7 @@ RULES = click.option(
 def shapes(command: Command) -> Command:
     """Adds the options --batch, --seq and --layers."""
     for name, most, text in (
-        ("--layers", 2**14, "Number of blocks, in place of the model's own."),
+        ("--layers", 2**14, "Number of blocks, instead of the model's own."),
         ("--seq", 2**31, "Tokens per sample."),
         ("--batch", 2**31, "Samples in the whole batch of a step."),
     ):

@@ -28,7 +28,7 @@ PROFILE = click.option(
     metavar="FILE",
     expose_value=False,
     callback=lambda ctx, _, path: ctx.with_resource(profiled(path)),
-    help="Write where planning spends its time to this file, for ui.perfetto.dev.",
+    help="Write a profile of the planning time to this file, for ui.perfetto.dev.",
 )
 EVERY = 0.002  # seconds between two samples
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep

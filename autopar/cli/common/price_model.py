@@ -18,7 +18,7 @@ CALIBRATION = click.option(
     "--calibration",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The calibration that priced the plan, a file that `autopar calibrate` wrote.",
+    help="The calibration that the plan was made with, a file that `autopar calibrate` wrote.",
 )
 
 

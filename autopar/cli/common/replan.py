@@ -205,7 +205,7 @@ def named(graph: Graph, name: str) -> list[str]:
     known |= {_place(node) for node in graph.nodes} - {""}
     near = difflib.get_close_matches(name.lstrip("%"), sorted(known), n=5, cutoff=0.5)
     raise PinError(
-        f"nothing in {graph.name} is called {name!r}",
+        f"nothing in {graph.name} is named {name!r}",
         why="a name is a parameter, an input, a module, a node, or a line of the source",
         todo=f"did you mean {', '.join(near)}?" if near else "see `autopar explain` for names",
     )

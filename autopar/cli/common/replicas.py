@@ -1,4 +1,4 @@
-"""Replicas that train apart, as `autopar plan` chooses and prices them."""
+"""Local updates (independent replicas), as `autopar plan` chooses and prices them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Outer | None:
-    """Prints every way to train replicas apart, and returns the fastest; None for one program."""
+    """Prints every candidate for local updates, and returns the fastest; None for one program."""
     from autopar.planning import local_choice
 
     if spec.batch is None:
@@ -33,7 +33,10 @@ def fastest(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> Out
 
         def capture(replicas: int, inside: Mesh) -> Captured:
             if whole % replicas:
-                raise BatchError(f"{whole} samples do not divide into {replicas} replicas")
+                raise BatchError(
+                    f"{whole} samples do not divide into {replicas} replicas",
+                    todo=f"pass --batch, a multiple of {replicas}",
+                )
             stage(f"{replicas} replicas" if replicas > 1 else "one program")
             return capture_whole(
                 replace(spec, batch=whole // replicas), options, Stages(None, stage)
@@ -63,7 +66,7 @@ def replica(
 
 
 def method(outer: Outer) -> Method:
-    """Returns the method of replicas that train apart, whose update is torch's."""
+    """Returns the outer method of local updates, whose inner update is torch's."""
     from autopar.runtime.outer.methods import method_of
 
     return method_of(outer)

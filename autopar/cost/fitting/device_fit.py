@@ -1,8 +1,8 @@
 """Fits the constants of a device's prices to measured seconds.
 
-Half of the measurements, dealt by a hash of their sizes, are fitted: the constants have the least
-mean absolute logarithm of predicted over measured seconds that the simplex method finds from the
-constants before. The other half says how far the fit is off for sizes that it has not seen.
+Half of the measurements, selected by a hash of their sizes, are fitted. The simplex method starts
+from the previous constants, and minimises the mean absolute logarithm of predicted over measured
+seconds. The other half gives the error of the fit for sizes that it has not seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chooses the cheapest algorithm of a collective by its kind, axes and size.
 
-Without a calibration, all algorithms are played and compared with the library's figures. A
-calibration that compared them on these devices (`runtime/communication/compare.py`) decides alone:
-what was not measured there is left to the library, because a played price and a measured one do not
-compare.
+Without a calibration, all algorithms are simulated and compared with the predicted time of the
+library. If a calibration compared them on these devices (`runtime/communication/compare.py`), only
+its measurements count: the library runs all other calls, because simulated and measured times
+cannot be compared.
 """
 
 from __future__ import annotations

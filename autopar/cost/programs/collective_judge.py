@@ -1,4 +1,4 @@
-"""Verifies programs of collectives: runs the ranks' scripts on symbols and checks the result.
+"""Verifies collective programs: runs the scripts of all ranks symbolically and checks the result.
 
 A chunk's value is the set of the ranks whose part is in it, as the bits of a number. Ranks go
 through their scripts as strictly as any library may: all posts of a round at once, a message when

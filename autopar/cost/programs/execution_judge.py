@@ -1,9 +1,9 @@
-"""The judge of execution plans: runs all threadblocks on symbols, and what it takes.
+"""Checker of execution plans: runs all threadblocks symbolically, and looks for races.
 
 A chunk's value is the set of (rank, chunk) of the inputs in it. Threadblocks run as far as they
-can: one waits for signals, for semaphores, or for packets, which carry their own flags. A clock for
-each threadblock says what it knows of the others (Fidge, Mattern 1988): whoever reads or writes
-what another one wrote or reads without having been told of it is in a race, whatever came of it.
+can: they wait for signals, for semaphores, or for packets, which carry their own flags. Each
+threadblock has a vector clock (Fidge, Mattern 1988). Two threadblocks that access the same chunk
+without a signal in between, at least one of them writing, have a race, even if the result is right.
 """
 
 from __future__ import annotations

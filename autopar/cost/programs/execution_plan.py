@@ -192,7 +192,7 @@ class ExecutionPlan:
         table = FILE.json(text, where)
         if not isinstance(table, dict):
             raise CollectiveError(
-                "the execution plan is no object",
+                "the execution plan is not an object",
                 where=where,
                 why=f"it is a {type(table).__name__}",
             )

@@ -1,8 +1,8 @@
 """Execution plans of programs, and the price of a plan.
 
-A rank is one threadblock. In a round it puts what it sends: chunks that are kept go where they
-belong, those that are added into scratch, each into a place of its own. Then it signals its
-receivers, waits for its senders, and adds what came.
+Each rank is one threadblock. In a round it first puts the chunks that it sends: chunks that replace
+others directly into their place, chunks to be added into separate places of scratch memory. Then it
+signals its receivers, waits for its senders, and adds the chunks that have arrived.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The price of a collective's program: its messages are played over the levels of the network.
+"""Predicts the time of a collective program: simulates its messages on the levels of the network.
 
-Two ranks with something to say to one another have one message under way at a time, in the order of
-the rounds. A message begins when its sender has what it sends. It waits for the latency of the
-outermost level that it crosses, and then shares links with all others that are under way: each rank
-has a port out and one in for each kind of link, and where a device alone may have more than its
-share, the devices of a part share its cards, out and in. Shares are equal, and the scarcest link
-of a message decides. What is added takes time at the receiver, if that is given.
+Between two ranks, one message at a time is in flight, in the order of the rounds. A message begins
+when its sender has the data. It waits for the latency of the outermost level that it crosses, and
+then shares links with all other messages in flight. Each rank has one port out and one port in for
+each kind of link. If a single device can use more than its share of the network cards, the devices
+of a node share these cards in both directions. Messages share a link equally, and the scarcest link
+of a message determines its rate. Adding data at the receiver takes time, if `adding` is given.
 
 With `in_step` a rank begins a round when all its messages of the one before have ended, as calls
 follow one another on a stream; then a round of equal messages takes a + m / b, the model of Thakur,

@@ -339,7 +339,7 @@ def _aged(action: Action) -> Action:
 
 def _wrong(action: Action, rank: int, why: str) -> ScheduleError:
     return ScheduleError(
-        f"{action} cannot stand where it does",
+        f"{action} is in the wrong place",
         where=f"row of rank {rank}",
         why=why,
         todo="complete the schedule again",

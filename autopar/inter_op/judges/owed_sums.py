@@ -1,4 +1,4 @@
-"""Follows which sums of gradients a row still owes before an update may take them.
+"""Tracks the gradient reductions that a row must still make before an update may use them.
 
 A gradient is summed over every axis of its stage's mesh, for every parameter. A row may do so in
 several actions, each for some parameters over some axes, at once or begun and awaited.

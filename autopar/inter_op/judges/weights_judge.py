@@ -67,9 +67,9 @@ def _walked(row: Sequence[Action]) -> StageWeights:
             taken = [m for m in waiting if action.microbatch in (ALL, m) or m < action.microbatch]
             if not taken:
                 raise ScheduleError(
-                    f"{action} has no gradients to take",
+                    f"{action} has no gradients to use",
                     why=f"gradients wait of the microbatches {waiting or 'none'}",
-                    todo="let it follow the backwards that it is for",
+                    todo="move it behind the backwards whose gradients it uses",
                 )
             oldest = min(found.forwards[batch] for batch in taken)
             found.staleness = max(found.staleness, found.updates - oldest)
@@ -86,8 +86,8 @@ def _walked(row: Sequence[Action]) -> StageWeights:
             waiting.append(action.microbatch)
     if waiting and found.updates:
         raise ScheduleError(
-            f"no update takes the gradients of the microbatches {waiting} of stage {row[0].stage}",
-            todo="add an update behind their backwards",
+            f"no update uses the gradients of the microbatches {waiting} of stage {row[0].stage}",
+            todo="add an update after their backwards",
         )
     found.versions = _held(used, found.updates)
     return found

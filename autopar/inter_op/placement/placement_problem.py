@@ -1,4 +1,4 @@
-"""Tasks with transfers between them, and devices of any speeds and links; judged by playing them.
+"""Tasks with transfers between them, and devices of any speeds and links; simulates placements.
 
 A task runs on one device, without interruption, after all its inputs have arrived. A device runs
 one task at a time. A transfer takes its latency and its bytes over the bandwidth between the

@@ -1,4 +1,4 @@
-"""AMPNet: an update after every k-th backward, which runs on whatever weights are there.
+"""AMPNet: an update after every k-th backward, which runs on the newest weights.
 
 arXiv:1705.09786, section 5. Weights are not stashed: the forward and backward of a microbatch use
 different weights, so the result is not the gradient of any function.

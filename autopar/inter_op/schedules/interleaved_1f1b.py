@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, dealt out like cards, for a smaller bubble.
+"""Interleaved 1F1B: several stages per rank, assigned round-robin, for a smaller bubble.
 
 Megatron-LM's second schedule (arXiv:2104.04473, section 2.2). A rank runs a round of microbatches
 through its first stage, then through its second, and so on. In the paper a round has as many

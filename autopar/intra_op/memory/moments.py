@@ -61,8 +61,8 @@ def offloaded(
         graph: a graph with its repeats.
         runs: for each run, its first offloaded block and the one after the last.
         place: position of each operator among all.
-        beside: whether copies run beside kernels, as on accelerators: a block's tensors leave while
-            the next block computes, and come back while the block after it runs its backward.
+        beside: whether copies overlap with kernels, as on accelerators: a block's tensors leave
+            while the next block computes, and come back while the block after it runs its backward.
     """
     blocks: dict[str, Away] = {}
     end = len(place)

@@ -138,7 +138,7 @@ def spell_out(
     for word in wordings:
         if not isinstance(word, Mapping) and not callable(word):
             raise PinError(
-                f"{word!r} is no pin",
+                f"{word!r} is not a pin",
                 todo="pass mappings of names to layouts, autopar.pins.megatron(...) and the like, "
                 "or autopar.layout(...)",
             )

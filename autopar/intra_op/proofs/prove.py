@@ -2,8 +2,8 @@
 
 A rule claims that its layouts are right in both directions. The proof needs no process group: for
 every example of the rule and every strategy on small meshes, the operator runs once whole, and once
-per rank on the shards that the layouts give. A partial operand is dealt out as random summands. The
-ranks' results must recombine to the whole result, and, from a gradient dealt out in the same way,
+per rank on the shards that the layouts give. A partial operand is divided into random summands. The
+ranks' results must recombine to the whole result, and, from a gradient divided in the same way,
 the gradients of the operands must recombine too.
 
     kind    value on a rank          gradient on a rank

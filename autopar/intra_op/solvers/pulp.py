@@ -1,4 +1,4 @@
-"""The integer program in words, with PuLP: readable, and the judge of the program in arrays.
+"""The integer program with named variables, in PuLP: readable, and a check of the one in arrays.
 
 The program is that of `_integer`, stated without its arrays and its reductions:
 
@@ -59,7 +59,7 @@ def solve(
     Raises:
         InfeasibleError: no choice fits, or the solver finds none in time.
         MissingDependencyError: the solver is not installed.
-        ProblemError: there is no such solver, or the problem is too large to be stated in words.
+        ProblemError: there is no such solver, or the problem is too large for PuLP.
     """
     import pulp
 
@@ -109,7 +109,7 @@ class Stated:
         pairs = sum(edge.cost.size for edge in problem.edges)
         if pairs > MOST_PAIRS:
             raise ProblemError(
-                "the problem is too large to be stated in words",
+                "the problem is too large for PuLP",
                 where=f"problem {problem.name!r}",
                 why=f"{pairs} pairs of choices, of at most {MOST_PAIRS}",
                 todo="use the ilp solver, which reduces it first",

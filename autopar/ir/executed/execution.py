@@ -1,4 +1,4 @@
-"""Execution: how a system runs the kernels of a plan, as far as it changes their price.
+"""Execution: how a system runs the kernels of a plan, where this changes predicted times.
 
 The same layouts cost a different time under a compiler that makes one kernel of neighbouring
 operators, with query, key and value as one product, or with a loss in single steps. A value is

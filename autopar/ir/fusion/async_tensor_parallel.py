@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives that run beside the linears around them.
+"""Tensor-parallel collectives that overlap with the linears around them.
 
 Under sequence parallelism (arXiv:2205.05198, section 4.2.2) an all_gather of rows precedes linears
 that are split by outputs, and a reduce_scatter follows one that is split by inputs. torch has an
@@ -31,7 +31,7 @@ _OF_PARAMETERS = (SHARE, "aten.transpose.int", "aten.t", "aten.permute")
 
 @dataclass(frozen=True)
 class Overlapped:
-    """A collective that runs beside linears.
+    """A collective that overlaps with linears.
 
     Attributes:
         step: an all_gather of the linears' input, or the reduce_scatter of a linear's result.
@@ -47,7 +47,7 @@ class Overlapped:
 
 
 class Beside:
-    """The linears of a graph that may run beside a collective, whatever their layouts.
+    """The linears of a graph that may overlap with a collective, whatever their layouts.
 
     Args:
         graph: prepared.
@@ -130,7 +130,7 @@ class Beside:
 def runs_beside(
     op: str, value: Node, steps: Sequence[Step], near: Collection[str], resharder: Resharder
 ) -> Step | None:
-    """Returns the only step of a layout change, if linears can run beside it.
+    """Returns the only step of a layout change, if linears can overlap with it.
 
     Args:
         op: "all_gather" or "reduce_scatter".
@@ -150,7 +150,7 @@ def runs_beside(
 
 
 class Overlaps:
-    """The collectives of a plan that run beside linears.
+    """The collectives of a plan that overlap with linears.
 
     Args:
         beside: the linears that may overlap.

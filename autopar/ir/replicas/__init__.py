@@ -1,1 +1,1 @@
-"""Replicas that train apart, as values: how they synchronise, and when."""
+"""Local updates as values: how independent replicas synchronise, and when."""

@@ -1,4 +1,4 @@
-"""Outer: how replicas that train apart synchronise, as one line of text.
+"""Outer: how independent replicas synchronise (local updates), as one line of text.
 
     "co2 over node, tau=12, beta=0.5"
 
@@ -95,7 +95,7 @@ class Outer:
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the other replicas go on if one is lost."""
+        """Returns whether the other replicas continue if one is lost."""
         return self.on_loss == CONTINUE
 
     @property

@@ -3,11 +3,11 @@
     master[*]        what the optimizer updates, if operators use the parameter in another dtype
     part[*]          the part that the optimizer's kernel updates, in a flat buffer of its own
     exp_avg[*], ...  of the rule, an average and those of an outer method among them
-    left_out[4 *]    what compressed messages have left out so far; it never leaves the device
+    left_out[4 *]    the residual of compressed messages; it never leaves the device
 
-Planner, simulator, explanations and the runtime go through this list, and none knows a name in it.
-A state is measured by what the device updates: "[4 *]" has four elements for each of those. Numbers
-that the optimizer counts on the host are no part of it.
+Planner, simulator, explanations and the runtime iterate over this list, and do not depend on names
+in it. Sizes are relative to the elements that the device updates: "[4 *]" has four elements for
+each of those. Numbers that the optimizer counts on the host are not part of the list.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def states_of(
 
     Args:
         rule: of its update.
-        storage: where it lies.
+        storage: its layouts.
         tensor: its type.
         mesh: the devices.
         precision: dtypes of updates and messages.
-        away: whether what the update alone needs lies in host memory.
+        away: whether what only the update needs is kept in host memory.
         in_parts: whether a kernel updates parts in flat buffers.
     """
     return tuple(_states(rule, storage, tensor, mesh, precision, away, in_parts))

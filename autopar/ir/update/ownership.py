@@ -1,8 +1,8 @@
-"""Owners of whole parameters: which device updates which, and what that sends.
+"""Owners of whole parameters: which device updates which, and the messages that this needs.
 
-A parameter whose elements an optimizer mixes is updated by one device, its owner. All devices of
-the mesh take part in an all_to_all that brings owners a parameter each, and in one that takes the
-results back. Of replicas, each sends an equal share of the elements that they have in common.
+A parameter whose elements an optimizer mixes is updated by one device, its owner. One all_to_all
+over all devices of the mesh sends a parameter to each owner, and another returns the results.
+Replicas each send an equal share of the elements that they have in common.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Update: which states an optimizer keeps of a parameter, and which layout its kernel asks for.
 
-It is a list of rules, and the first that applies to a parameter counts:
+An update is a list of rules; the first rule that applies to a parameter counts:
 
     * -> step f32[] on host, exp_avg[*], exp_avg_sq[*]
     a b whole -> step f32[] on host, row_var[a 1], col_var[1 b]
     a b dealt, 5 (s s l + s s s + s l s) bf16 -> momentum_buffer[*]
     wte.weight, wpe.weight: * -> step f32[] on host, exp_avg[*], exp_avg_sq[*]
 
-Left of the arrow stand the names to which a rule applies (all, if there is none), the dimensions of
-the parameter by letters ("*" for any), and what its kernel needs:
+Left of the arrow are the names to which a rule applies (all, if there is none), the dimensions of
+the parameter by letters ("*" for any), and the requirement of its kernel:
 
     nothing  any part of a parameter is updated by itself
     whole    one owner updates the whole parameter and keeps its states, if the parameter is split;
@@ -16,9 +16,9 @@ the parameter by letters ("*" for any), and what its kernel needs:
     dealt    states are split as the parameter is; of every parameter one owner receives a whole
              direction, works on it, and sends the result, though replicas could do so by themselves
 
-and the products of matrices of one update of a matrix with `s` short and `l` long sides. Right of
-it stand the states: name, dtype if it is not that of what is updated, extents, and where they are
-if not on the device. "[*]" is like the parameter, "[0.5 *]" has half its elements, "[]" is one
+and the matrix products in one update of a matrix, whose short side is `s` and long side `l`. Right
+of the arrow are the states: name, dtype if it differs from that of the update, extents, and place
+if it is not the device. "[*]" is like the parameter, "[0.5 *]" has half its elements, "[]" is one
 number, "[a 1]" has one element per row.
 """
 

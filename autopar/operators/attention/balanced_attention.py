@@ -1,9 +1,9 @@
 """Attention under a mask, balanced by the keys that queries see, not by the queries' number.
 
-Documents that are packed into a row leave some queries much to do and others little. The queries
-are cut into blocks, each of which sees keys in one range; the blocks are dealt to the devices by
-their work, the largest first to the device with the least, and the results are dealt back. Keys and
-values travel to all devices in the call that deals queries.
+If documents are packed into a row, some queries see many keys and others few. The queries are cut
+into blocks, each of which sees keys in one range. The blocks are distributed by their work, the
+largest first, to the device with the least work so far; the results return to their owners. The
+call that distributes queries also sends keys and values to all devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch's fused kernels of attention over some of the keys, with the lse of each query.
+"""Torch's fused attention kernels over some of the keys, with each query's log-sum-exp (lse).
 
 `F.scaled_dot_product_attention` chooses among them, but does not return the lse that merges parts,
 nor does it take that of all keys for the gradient of one part. The operators behind it do both.

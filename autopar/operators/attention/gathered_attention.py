@@ -1,8 +1,7 @@
 """Attention over keys and values that are gathered for it, forwards and again backwards.
 
-Keys and values travel in one buffer of rows, one for each position, so that those of all devices
-lie one after the other as they arrive. Under a causal mask a device attends to its own keys
-meanwhile.
+Keys and values are sent in one buffer with a row for each position, so that the rows of all devices
+arrive one after another. Under a causal mask, a device meanwhile attends to its own keys.
 """
 
 from __future__ import annotations

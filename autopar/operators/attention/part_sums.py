@@ -1,4 +1,4 @@
-"""Results and gradients of attention to some keys after others, as few writes as it takes.
+"""Accumulates results and gradients of attention over groups of keys, with few memory writes.
 
 The first part that has all rows is kept as it is; where there is one part, nothing is copied.
 """
@@ -18,7 +18,7 @@ from autopar.operators.peer_devices import widened
 
 @dataclass
 class Result:
-    """Attention of some queries over the keys met so far.
+    """Attention of some queries over the keys seen so far.
 
     Attributes:
         query, key, value: operands whose shapes, but for the number of keys, are those of all.

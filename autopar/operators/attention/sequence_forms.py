@@ -1,7 +1,7 @@
 """Layouts, calls and figures that all forms of attention with a split sequence share.
 
-Queries, keys, values and results are split alike by positions; queries and keys may differ in
-number. Dropout draws numbers by position and stays with attention as it is.
+Queries, keys, values and results are split by positions over the same axes; the numbers of queries
+and keys may differ. Attention with dropout has no such form, as dropout draws numbers by position.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The calls that bring queries into the order and results out of it also carry keys, values and their
 gradients: the first brings the first two blocks, and gradients go straight to the devices that have
-the keys. So there are no more calls than in a plain ring, if it has three devices or more: max(2,
-n - 1) forwards and as many backwards. Two devices need a call in and one out, whatever they do.
+the keys. With three devices or more, there are no more calls than in a plain ring: max(2, n - 1)
+forwards and as many backwards. Two devices need one call in and one out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`autopar.mixture`, by which a model's own code says that it computes a mixture of experts."""
+"""`autopar.mixture`, which a model calls to compute a mixture of experts."""
 
 from __future__ import annotations
 

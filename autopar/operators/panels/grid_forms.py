@@ -206,7 +206,7 @@ class _Blocks:
 def _sends(part: Part) -> Calls:
     """Returns the panels of every turn; backwards also those of both gradients.
 
-    Those that nothing runs beside come first: the first panels, and the last gradients.
+    Those that nothing overlaps with come first: the first panels, and the last gradients.
     """
     found, blocks = sides_of(part), _Blocks.of(part)
     assert found is not None

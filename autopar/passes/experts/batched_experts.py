@@ -37,7 +37,7 @@ class _Batch:
         gate, up: weights [experts, width, inner]; `up` holds both, gates first, if `gate` is "".
         down: [experts, inner, width].
         gated: whether there are gates.
-        act: what lies between the products, see `operators/activation.py`.
+        act: the operators between the products, see `operators/activation.py`.
     """
 
     x: str

@@ -1,4 +1,4 @@
-"""Says where a value can be nonzero: only for tokens that chose an expert.
+"""Determines where a value can be nonzero: only for tokens that chose an expert.
 
 A comparison of the ids with a number, `one_hot` of them, and weights scattered to them are zero
 elsewhere; so are products with such values, views, and sums over the choices of a token. The

@@ -1,4 +1,4 @@
-"""Recognises what one expert computes: products, biases, and what lies between them.
+"""Recognises the computation of one expert: products, biases, and the operators between them.
 
     %both = grouped(%rows, %into, %ends)           # + index(%bias, (%chosen,))
     %inner = ... element by element, of halves of %both or of all of it
@@ -55,7 +55,7 @@ class Body:
     Attributes:
         into, out: its products.
         halves: "concatenated", "interleaved", or "" without gates.
-        act: what lies between them, as in `autopar/operators/activation.py`.
+        act: the operators between them, as in `autopar/operators/activation.py`.
     """
 
     into: Product

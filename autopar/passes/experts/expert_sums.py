@@ -26,7 +26,7 @@ class Expert:
     Attributes:
         rows: the value that its first products read.
         gate, up, down: its products, `gate` "" for none.
-        act: what lies between them, see `operators/activation.py`.
+        act: the operators between them, see `operators/activation.py`.
     """
 
     rows: str
@@ -222,7 +222,7 @@ def read_expert(down: Node, graph: Graph) -> Expert | None:
 
 
 def text_of(node: Node, leaf: Callable[[Node], str], graph: Graph, depth: int = 0) -> str:
-    """Returns what lies between products as text, "" if there is something else.
+    """Returns the operators between products as text, "" if some operator has no text.
 
     Args:
         node: the last value.

@@ -1,4 +1,4 @@
-"""Parameters that hold two weights, one behind the other, as two pieces that are split apart."""
+"""Parameters that hold two weights, one behind the other, as two pieces."""
 
 from __future__ import annotations
 

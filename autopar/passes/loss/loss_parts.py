@@ -1,8 +1,8 @@
-"""Parts of a loss: what the losses of microbatches are to that of the whole batch.
+"""Parts of a loss: how the losses of microbatches relate to the loss of the whole batch.
 
-Losses are followed from the loss back to the samples, through operators in which it is linear. A
-value adds up over microbatches if it is a sum over samples, or one that is divided by a count; it
-stays the same if it is a mean.
+The analysis goes from the loss back to the samples, through operators in which the loss is linear.
+A value adds up over microbatches if it is a sum over samples, or such a sum divided by a count. A
+mean over samples does not add up.
 """
 
 from __future__ import annotations

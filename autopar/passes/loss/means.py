@@ -34,7 +34,7 @@ LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "ate
 
 
 def reduction_of(node: Node) -> int | None:
-    """Returns how a loss reduces the losses of its samples, None if the operator is no loss."""
+    """Returns how a loss reduces the losses of its samples, None if the operator is not a loss."""
     position = 3 if node.op in LABELLED else _OTHER.get(node.op)
     return None if position is None else number(argument(node, position, "reduction", MEAN), MEAN)
 

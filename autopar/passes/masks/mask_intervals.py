@@ -1,8 +1,8 @@
 """Masks of attention that show each query the keys of one interval, found without the whole mask.
 
-A comparison of numbers of queries with ascending numbers of keys shows each query an interval of
-them, and so does an `and` of comparisons. A mask of a million positions has 2^40 elements, its
-intervals two million numbers.
+A comparison of query positions with ascending key positions shows each query an interval of keys,
+and so does an `and` of comparisons. A mask of a million positions has 2^40 elements; its intervals
+are only two million numbers.
 """
 
 from __future__ import annotations

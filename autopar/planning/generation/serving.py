@@ -45,7 +45,7 @@ def generating_options(options: Options) -> Options:
         )
     if options.batches != GLOBAL:
         raise ProgramError(
-            "a program of local batches cannot generate",
+            "a program with local batches cannot generate",
             why="all ranks choose the next tokens from the logits of the whole batch",
             todo=IN_ANOTHER,
         )

@@ -1,4 +1,4 @@
-"""Prices what crosses from stage to stage, on devices that may be unlike."""
+"""Prices transfers between stages, which may run on different kinds of devices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The simplest of the pipelines that prices cannot tell apart.
 
-Two pipelines of a device are priced by the same tables, so that what differs between them is off,
-not what they share: cost/uncertainty.py says by how much. If that is more than the time between
-them, the one with fewer stages is taken; of as many stages, the fastest.
+Two pipelines of a device are priced by the same tables, so only the prices of what differs between
+them are uncertain (see cost/uncertainty.py). If this uncertainty exceeds the difference of their
+times, the pipeline with fewer stages is taken; among equally many stages, the fastest.
 """
 
 from __future__ import annotations

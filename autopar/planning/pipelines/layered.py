@@ -86,10 +86,10 @@ def runs(kinds: Sequence[Hashable]) -> Signature:
 
 
 def unlike(recompute: str, kinds: Sequence[Hashable], signature: Signature, part: Graph) -> bool:
-    """Returns whether a stage would not recompute what the user asks for.
+    """Returns whether a stage cannot recompute as the user asks.
 
-    A program reruns runs of equal blocks. A stage with a single block has none, so that it would
-    save time that longer stages do not.
+    A program recomputes runs of equal blocks. A stage with a single block has no such run, so it
+    would save time that longer stages cannot save.
 
     Args:
         recompute: as the user asked, "auto" or "none" for nothing in particular.

@@ -116,7 +116,7 @@ def search(
         shapes: number of logical shapes of a sub-mesh to try in any case; see `StageCosts`.
         workers: processes that price stages, to which `options` can be sent; None for this one
             only.
-        streamed: the schedule to choose, if it does not flush.
+        streamed: the schedule to choose, if it is asynchronous.
 
     Raises:
         InfeasibleError: nothing fits into memory.

@@ -1,9 +1,9 @@
 """Simulates a pipeline's plan: first every stage, then the schedule with the stages' figures.
 
 A stage's forward and backward of one microbatch come from the simulation of its step; if a schedule
-splits the backward, each half counts the same. What belongs to an update (gradient synchronisation,
-the optimizer) takes its time where the rows have it: after the last microbatch, if the schedule
-flushes. Values go from stage to stage by `ir/crossing.py`.
+splits the backward, each half counts the same. Gradient synchronisation and the optimizer take
+their time where the rows have them: after the last microbatch, if the schedule is synchronous.
+Values go from stage to stage by `ir/crossing.py`.
 """
 
 from __future__ import annotations

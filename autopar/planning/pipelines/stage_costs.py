@@ -1,7 +1,8 @@
 """Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
-The intra-op solver plans a range as a graph of its own, with two of a run of equal blocks: a folded
-problem is linear in their number, so longer ranges are priced by scaling it, in milliseconds.
+The intra-op solver plans a range of layers as a separate graph, which has two blocks for each run
+of equal blocks. A folded problem is linear in the number of blocks, so scaling this problem prices
+longer ranges, in milliseconds.
 The forward and backward of one microbatch count in full; what a step does once (gradient
 synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
 in flight, a plan needs parameters, gradients, optimizer state and f times its saved activations.
@@ -104,7 +105,7 @@ class StageCosts:
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
         flight: what schedules keep in flight.
-        streamed: the schedule, if it does not flush.
+        streamed: the schedule, if it is asynchronous.
     """
 
     def __init__(

@@ -30,10 +30,10 @@ class StageProblem:
         update: seconds of the optimizer for each choice, by node.
         copies: bytes that every microbatch in flight keeps for each choice, by node.
         recompute: how blocks are recomputed, "none" or "full".
-        further: bytes of what a schedule without flushes adds for each choice, by node, with one
+        further: bytes that an asynchronous schedule adds for each choice, by node, with one
             microbatch in flight.
         taken: number of microbatches whose gradients one update takes.
-        late: whether gradients are summed beside later steps.
+        late: whether gradients are summed during later steps.
         issued: seconds in which the host issues a node's kernels, forwards and backwards; it bounds
             a microbatch.
     """

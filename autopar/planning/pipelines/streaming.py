@@ -1,4 +1,4 @@
-"""Prices of schedules that do not flush: further tensors of the size of the weights, more updates.
+"""Prices of asynchronous schedules: additional weight versions, and more updates.
 
 A stage may hold older versions of its weights, gradients that no update has used yet, and for a
 corrected backward the velocity of the weights. `copies_of` counts them by the rows that run. A
@@ -162,10 +162,10 @@ def taken(schedule: Schedule) -> int:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A schedule that does not flush, as prices of stages see it.
+    """An asynchronous schedule, as prices of stages see it.
 
     Attributes:
-        text: its name with options; "" for any schedule that flushes.
+        text: its name with options; "" for any synchronous schedule.
         tied: whether the first and the last stage share parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Reads off the stages' graphs which values and parameters they share."""
+"""Finds the values and parameters that stages share, in their graphs."""
 
 from __future__ import annotations
 

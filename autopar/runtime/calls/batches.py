@@ -214,7 +214,7 @@ def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> Autop
             "the ranks make different calls",
             where=where,
             why=f"rank {first_rank} calls {first.kind}, rank {rank} calls {other.kind}",
-            todo="make the same calls in one order on every rank",
+            todo="make the same calls in the same order on every rank",
         )
     for name in {**first.inputs, **other.inputs}:
         if first.inputs.get(name) != other.inputs.get(name):

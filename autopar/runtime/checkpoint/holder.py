@@ -27,7 +27,7 @@ class Scheduler(Protocol):
 
 
 class Apart(Protocol):
-    """The state of replicas that train apart, beside that of one program."""
+    """The additional state of replicas under local updates."""
 
     def saved(self, own: Sequence[Part]) -> list[Part]:
         """Returns what this rank saves, given its replica's parts; all ranks call it."""
@@ -36,7 +36,7 @@ class Apart(Protocol):
         """Returns what this rank reads, given what its replica's program wants."""
 
     def details(self) -> dict[str, Any]:
-        """Returns values that are alike on all ranks."""
+        """Returns values that are equal on all ranks."""
 
     def take(self, details: Any) -> None:
         """Goes on from saved details, or begins anew without any that fit."""

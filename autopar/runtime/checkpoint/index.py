@@ -72,7 +72,7 @@ class Index:
     of tensors; `optimizer`, its kind, groups and values other than tensors; `scheduler`, `values`,
     `random`; `update`, the scale of the loss. Tensors are those of `model`, as trained, `buffer`s,
     `ema` (averages of the former), those of `optimizer`, and what compressed reductions keep as
-    `residual`; of a pipeline that does not flush also what is `under_way`, by rank, which only the
+    `residual`; of an asynchronous pipeline also what is `under_way`, by rank, which only the
     program can use that `details` names there.
     """
 

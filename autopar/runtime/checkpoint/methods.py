@@ -39,8 +39,8 @@ class Checkpointed(ABC):
         Args:
             path: a folder that all machines see.
             scheduler: a learning-rate scheduler to save too.
-            values: further values of plain Python types, alike on every rank: numbers, texts, None,
-                lists, tuples, mappings, small tensors. The first rank's are kept.
+            values: further values of plain Python types, equal on every rank: numbers, strings,
+                None, lists, tuples, mappings, small tensors. The first rank's are saved.
             asynchronous: return when host memory has a copy of this rank's part, and write it while
                 training continues.
             allow_nonfinite: also save parameters that are NaN or infinite.

@@ -1,9 +1,9 @@
 """Residuals of compressed reductions, which pass from step to step, in a checkpoint.
 
-Every device has a residual of its own: of a parameter of shape (a, b) they are saved as one tensor
-(devices, a, b). A program on the same mesh with the same reductions goes on with them to the bit.
-Another one owes the same in all: its devices divide the sum of all residuals equally, and a factor
-of low rank begins again. A fused parameter that is cut otherwise begins without a residual.
+Every device has its own residual. Those of a parameter of shape (a, b) are saved as one tensor
+(devices, a, b). A program on the same mesh with the same reductions resumes bit for bit. In any
+other program, the devices divide the sum of all residuals equally, and low-rank factors begin
+again. A fused parameter that is cut differently begins without a residual.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Names:
         persistent: names of the model's state_dict, in order.
         tied: further names of tensors -> the name in the program.
         others: buffers that a state_dict leaves out.
-        published: returns the tensors of a folder that is no checkpoint by the model's names.
+        published: returns the tensors of a folder that is not a checkpoint, by the model's names.
     """
 
     persistent: tuple[str, ...]

@@ -46,7 +46,7 @@ def encode(value: Any, where: str) -> Any:
     """Converts a value of plain Python types and small tensors for `json.dumps`.
 
     Args:
-        value: numbers, texts, None, lists, tuples, mappings, sets of these, small tensors.
+        value: numbers, strings, None, lists, tuples, mappings, sets of these, small tensors.
         where: a description, for errors.
 
     Raises:
@@ -70,7 +70,7 @@ def encode(value: Any, where: str) -> Any:
     raise CheckpointError(
         f"{where} cannot be saved",
         why=f"it is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint contains "
-        "numbers, texts, lists, mappings and tensors only, so that loading one executes nothing",
+        "numbers, strings, lists, mappings and tensors only, so that loading one executes nothing",
         todo="save what it was made from",
     )
 

@@ -67,7 +67,7 @@ class _Paired(torch.autograd.Function):
 
 
 class _Used(torch.autograd.Function):
-    """A parameter as operators use it, whose gradient is reduced beside the backward."""
+    """A parameter as operators use it, whose gradient is reduced during the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, comm: Communicator) -> Tensor:

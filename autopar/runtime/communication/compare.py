@@ -74,7 +74,7 @@ class Effort:
 def compare(mesh: Mesh, device: torch.device, effort: Effort, progress: Progress) -> list[Exchange]:
     """Returns the times of all algorithms of all collectives over all sets of axes.
 
-    All ranks of the mesh call it alike and get the same times; see `at_most`.
+    All ranks of the mesh call it with equal arguments and get the same times; see `at_most`.
 
     Args:
         mesh: a mesh with as many devices as there are processes.

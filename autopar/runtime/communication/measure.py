@@ -188,7 +188,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def calibrate(
     mesh: Mesh, device: torch.device, chosen: Settings, date: str, progress: Progress
 ) -> Calibration:
-    """Measures this machine; all processes of the mesh call it alike and get the same result.
+    """Measures this machine; all processes of the mesh call it and get the same result.
 
     Args:
         mesh: a mesh with as many devices as there are processes.

@@ -32,7 +32,7 @@ class HostState:
 
     Args:
         optimizer: the optimizer of this rank.
-        rows: the parameters that it updates, in buckets, alike on all ranks.
+        rows: the parameters that it updates, in buckets, equal on all ranks.
         averages: averages by the parameter's id; {} without.
         device: device of the update.
         masters: ids of parameters that are also in host memory.

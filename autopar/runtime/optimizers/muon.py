@@ -149,7 +149,7 @@ class Muon(Optimizer):
         owners: what ranks update for one another; () if this process has whole parameters only.
 
     Raises:
-        ValueError: a parameter in a group of "muon" is no matrix, or there is no such algorithm.
+        ValueError: a parameter in a group of "muon" is not a matrix, or there is no such algorithm.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:

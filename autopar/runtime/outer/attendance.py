@@ -1,11 +1,12 @@
-"""Attendance: which ranks are alive, and what the living decide together, in the process store.
+"""Attendance: which ranks are alive, and their joint decisions, in the process group's store.
 
-With `on_loss="continue"` a synchronisation ends on all ranks alike: either every rank has voted
-that its sums have arrived, or it is broken off, and the ranks that answer a roll form the next
-groups. The first rank that sees an outcome writes it into the store, and all follow it.
+With `on_loss="continue"` a synchronisation ends in the same way on all ranks. Either every rank has
+voted that its sums have arrived; or the synchronisation is cancelled, and the ranks that answer a
+roll call form the next groups. The first rank that sees the outcome writes it into the store, and
+all ranks follow it.
 
-Every rank writes a sign of life twice a second, from a thread of its own. One whose sign has not
-changed for some seconds is lost. A rank that computes for long, or waits for its data, is not.
+Every rank sends a heartbeat twice a second, from a separate thread. A rank without a heartbeat for
+some seconds is lost. A rank that computes for long, or waits for its data, is not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Attendance:
     Args:
         rank: this process's global rank.
         replicas: the global ranks of each replica; equal on every rank.
-        silent: seconds after which a rank without a sign of life is lost.
+        silent: seconds after which a rank without a heartbeat is lost.
 
     Attributes:
         replicas: those that are left.
@@ -65,11 +66,11 @@ class Attendance:
         return tuple(rank for replica in self.replicas for rank in replica)
 
     def pause(self, paused: bool) -> None:
-        """Stops or resumes signs of life: a rank whose step failed may never come again."""
+        """Stops or resumes heartbeats: a rank whose step failed may never return."""
         (self._silenced.set if paused else self._silenced.clear)()
 
     def close(self) -> None:
-        """Ends the signs of life."""
+        """Ends the heartbeats."""
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_REQUEST)
@@ -127,8 +128,8 @@ class Attendance:
         own = next(n for n, ranks in enumerate(self.replicas) if self.rank in ranks)
         if own in dropped:
             raise RankFailedError(
-                f"the replica of rank {self.rank} was left out by the others",
-                why=f"a rank of it gave no sign of life for {self._silent:g} s, or was lost",
+                f"the replica of rank {self.rank} was excluded by the others",
+                why=f"a rank of it sent no heartbeat for {self._silent:g} s, or was lost",
                 todo="end this process; the other replicas go on",
             )
         lost_ranks = tuple(rank for n in dropped for rank in self.replicas[n])

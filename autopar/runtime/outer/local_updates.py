@@ -171,7 +171,7 @@ class LocalUpdates:
         return loss
 
     def _pause(self, paused: bool) -> None:
-        """Says whether this rank's steps go on, to replicas that go on without it."""
+        """Says whether this rank's steps continue, to replicas that continue without it."""
         self._paused = paused
         if self._survivors is not None:
             self._survivors.pause(paused)

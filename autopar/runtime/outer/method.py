@@ -130,8 +130,8 @@ class Method(ABC):
         """Returns the names of all flat tensors of the size of the parameters.
 
         The sum in flight of a late or delayed method is one of them, "message"; other sums use a
-        buffer of bounded size. If others go on when a replica is lost, all sums arrive before any
-        is used, and what was "sent" is kept to be sent again.
+        buffer of bounded size. If others continue when a replica is lost, all sums arrive before
+        any is used, and what was "sent" is kept to be sent again.
         """
         message = ("message",) if self.late or self.delay or goes_on else ()
         return (*self.states, *message, *(("sent",) if goes_on else ()))

@@ -19,9 +19,9 @@ SEEN, FEW = 64, 16  # last steps that are compared, and the fewest
 def best_tau(sync: float, step: float, late: bool, taken: float = 0.0) -> int:
     """Returns the smallest number of steps in a round that hides a synchronisation.
 
-    A late method overlaps it with a whole round: ceil(sync / step). Any other waits for it, and the
-    round is so long that the wait takes at most 5 % of the time of its steps, which includes what
-    is taken from them. Of a late method that is at most 4 %.
+    A late method overlaps the synchronisation with a whole round, which needs ceil(sync / step)
+    steps. Any other method waits for it; the round is then so long that the wait takes at most 5 %
+    of the time of its steps. For a late method, `taken` may be at most 4 % of that time.
 
     Args:
         sync, step: seconds of both, measured while they overlap, which includes contention.

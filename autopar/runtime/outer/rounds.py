@@ -61,7 +61,7 @@ class Rounds:
         channel: the peers; None for a single replica.
         slowest: returns the largest of some numbers over the devices of the replica.
         settle: updates the stored parameters from changed tensors.
-        survivors: goes on without lost replicas; None if all stop.
+        survivors: continues without lost replicas; None if all stop.
 
     Attributes:
         report: of the last round.

@@ -1,4 +1,4 @@
-"""Survivors: goes on without replicas of which a rank is lost; see `attendance`."""
+"""Survivors: continues without replicas that have lost a rank; see `attendance`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Survivors:
 
     @classmethod
     def of(cls, outer: Outer, mesh: Mesh, lease: Lease) -> Survivors | None:
-        """Returns it if replicas are to go on; OptionError if this backend cannot."""
+        """Returns it if replicas are to continue; OptionError if this backend cannot."""
         if not outer.goes_on or not dist.is_initialized() or dist.get_backend() == "fake":
             return None
         if dist.get_backend() != "gloo":
@@ -105,18 +105,18 @@ class Survivors:
             )
 
     def pause(self, paused: bool) -> None:
-        """Stops or resumes this rank's signs of life."""
+        """Stops or resumes this rank's heartbeats."""
         self._attendance.pause(paused)
 
     def close(self) -> None:
-        """Ends the signs of life, and closes a new group."""
+        """Ends the heartbeats, and closes a new group."""
         self._attendance.close()
         if self.anyone and self._lease is not None:
             self._lease.close()
 
 
 def _ended(works: Sequence[Waiting]) -> bool | None:
-    """Returns whether all calls have succeeded, False if one failed, None if some go on."""
+    """Returns whether all calls have succeeded, False if one failed, None if some still run."""
     done = [work for work in works if work.is_completed()]
     try:
         for work in done:

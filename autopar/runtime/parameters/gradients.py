@@ -1,4 +1,4 @@
-"""Reduces gradients beside the backward: only the optimizer waits for them.
+"""Reduces gradients during the backward: only the optimizer waits for them.
 
 The exchange of a parameter's gradient (data parallelism's all_reduce, ZeRO-3's reduce_scatter, or
 one of them inside groups of devices and one between them) ends a path of the backward: no further
@@ -201,7 +201,7 @@ class Gradients:
 
     @contextmanager
     def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:
-        """Returns a context that runs beside the backward, once `gradient` is ready."""
+        """Returns a context that overlaps with the backward, once `gradient` is ready."""
         if self._stream is None:
             yield
             return

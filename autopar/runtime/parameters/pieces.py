@@ -245,7 +245,7 @@ class State:
         trained: Sequence[Tensor] = (),
         names: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Returns the full state_dict, pieces joined and tied names included, alike on every rank.
+        """Returns the full state_dict, pieces joined and tied names included, equal on every rank.
 
         Args:
             shards: local tensors of all parameters.

@@ -252,7 +252,7 @@ class Bucket:
         comm: the mesh.
         limit: bytes of a full buffer.
         when: part of a step; see `Hop`.
-        order: id of an updated tensor -> number, alike on all ranks; only tensors with one number
+        order: id of an updated tensor -> number, equal on all ranks; only tensors with one number
             are sent together.
         room: returns a flat tensor for the results of some weights, in order, or None.
     """

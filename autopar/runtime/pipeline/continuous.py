@@ -1,4 +1,4 @@
-"""Runs the steps of a pipeline without flushes; each step is one period of the steady state.
+"""Runs the steps of an asynchronous pipeline; each step is one period of the steady state.
 
 A step takes a new batch, executes its row of the period and returns while the backwards of its last
 microbatches are still pending; they belong to the row of the next step. Every stage updates its

@@ -214,7 +214,7 @@ def open_pipeline(
         rows: all actions of each group of ranks.
         microbatches: number of microbatches in a step.
         inputs: types of the inputs of one microbatch by name.
-        **beside: options of schedules without flushes: `first`, the number of initial steps with
+        **beside: options of asynchronous schedules: `first`, the number of initial steps with
             other rows, and those rows; `adjustment`, the fields of `Adjustment`.
 
     Raises:

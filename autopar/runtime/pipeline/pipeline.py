@@ -180,7 +180,7 @@ class Pipeline(PipelineState):
 
         Args:
             batch: the same whole batch on every rank.
-            program: the program to run, by default the first; schedules that do not flush run no
+            program: the program to run, by default the first; asynchronous schedules run no
                 other.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Refuses features that do not work with schedules without flushes, with name and reason."""
+"""Refuses features that do not work with asynchronous schedules, and gives the reason."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _refuse_sums(module: Generated, device: torch.device) -> None:
         _refuse(
             "sums of gradients that arrive steps later, on a CUDA device",
             "gradients are summed beside the backward there, bucket by bucket",
-            "use a schedule that flushes",
+            "use a synchronous schedule such as 1f1b",
         )
     for parameter in module.parameters:
         storage = parameter.storage
@@ -152,4 +152,4 @@ def _refuse_sums(module: Generated, device: torch.device) -> None:
 
 
 def _refuse(what: str, why: str, todo: str) -> NoReturn:
-    raise ProgramError(f"a schedule that does not flush does not take {what}", why=why, todo=todo)
+    raise ProgramError(f"an asynchronous schedule does not support {what}", why=why, todo=todo)

@@ -1,4 +1,4 @@
-"""Saves the state in flight between two steps of a pipeline without flushes, for checkpoints.
+"""Saves the state in flight between two steps of an asynchronous pipeline, for checkpoints.
 
 Every component of a rank returns its state from `saved(put)`, as plain values in which `put`
 replaces tensors, and restores it in `resume(saved, get)`: older versions of weights, gradients that

@@ -46,7 +46,7 @@ def compare_ranks(
         todo: the error's advice.
 
     Raises:
-        AutoparError: of that kind, alike on every rank. Names the first item that differs, a rank
+        AutoparError: of that kind, equal on every rank. Names the first item that differs, a rank
             on which it does, and both values. Or a rank did not arrive within the time-out of the
             process group.
     """
@@ -138,7 +138,7 @@ class _Board:
             where=f"rank {rank}",
             why=f"the others waited {seconds:.0f} s, the time-out of the process group, to "
             "compare their arguments",
-            todo="call compile and the first step on every rank, in one order",
+            todo="call compile and the first step on every rank, in the same order",
         )
 
 

@@ -1,4 +1,4 @@
-"""The pace at which ranks look after one another."""
+"""The intervals at which ranks check on one another."""
 
 from __future__ import annotations
 

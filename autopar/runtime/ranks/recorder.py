@@ -38,7 +38,7 @@ class Event:
 
     Attributes:
         channel: name of its channel.
-        number: its number on the channel, from 1; alike on all ranks of it.
+        number: its number on the channel, from 1; equal on all ranks of it.
         kind: all_reduce, send, ...
         nbytes: bytes that this rank sends, or receives as a message.
         step, part: when in the training it was begun.

@@ -129,8 +129,8 @@ class Peers:
     def within(self, replicas: Sequence[tuple[int, ...]]) -> Peers:
         """Returns this process's replica, as if its ranks were all there are.
 
-        Every process calls it alike, and then asks its replica for groups at the same points: a
-        request for groups makes those of all replicas.
+        Every process calls it with equal arguments, and then asks its replica for groups at the
+        same points, because a request for groups creates those of all replicas.
 
         Args:
             replicas: the global ranks of each, all of one size, in one order.
@@ -138,7 +138,7 @@ class Peers:
         return _Replica(self, replicas)
 
     def own(self, purpose: str, backend: str | None = None) -> Lease:
-        """Returns an unshared channel of all processes, for what goes on beside other programs.
+        """Returns an unshared channel of all processes, for work that overlaps with other programs.
 
         Args:
             purpose: name in records.

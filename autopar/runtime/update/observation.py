@@ -1,4 +1,4 @@
-"""Update of a torch optimizer, observed: two steps on small parameters show its states and needs.
+"""Observes a torch optimizer: two steps on small parameters show its states and requirements.
 
 So any optimizer works, whatever its name. A parameter of each number of dimensions is updated
 whole and in parts, cut along every dimension; if the results differ, its elements are mixed. What
@@ -152,7 +152,7 @@ def _made(
         return optimizer(given), parameter
     except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
-            f"cannot make the optimizer {factory_name(optimizer)}",
+            f"cannot create the optimizer {factory_name(optimizer)}",
             why=f"{type(error).__name__}: {error}",
             todo="pass a function of parameters that returns a torch optimizer",
         ) from error
@@ -169,7 +169,7 @@ def _stepped(
             instance.step()
     except Exception as error:  # user code may raise anything
         raise ProgramError(
-            f"cannot make a step with the optimizer {factory_name(optimizer)}",
+            f"cannot run a step of the optimizer {factory_name(optimizer)}",
             why=f"on one parameter of {weight.numel()} elements: {type(error).__name__}: {error}",
             todo="pass a function of parameters that returns a torch optimizer whose step needs no "
             "closure, functools.partial(torch.optim.AdamW, lr=3e-4)",

@@ -72,7 +72,7 @@ def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
         return optimizer([parameter])
     except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
-            f"cannot make the optimizer {factory_name(optimizer)}",
+            f"cannot create the optimizer {factory_name(optimizer)}",
             why=f"{type(error).__name__}: {error}",
             todo="pass a function of parameters that returns a torch optimizer",
         ) from error

@@ -129,7 +129,7 @@ class Owners:
         """Updates parameters by their owners; each round travels beside the work of another.
 
         Args:
-            items: alike on all ranks.
+            items: equal on all ranks.
             given: returns this rank's parts of what an owner needs, all of one dtype.
             work: returns on the owner the whole result.
             take: receives this rank's part of the result.

@@ -18,7 +18,7 @@ _LEAST = 1e-4  # least scale that still serves its purpose
 
 
 class Scaler:
-    """The scale of the loss, alike on all ranks.
+    """The scale of the loss, equal on all ranks.
 
     Args:
         device: device of the gradients.

@@ -1,10 +1,10 @@
-"""Decides whether a step is made, alike on all ranks, by one all_reduce of four numbers.
+"""Decides whether all ranks apply a step, by one all_reduce of four numbers.
 
     squares, loss, token, token²            summed over all ranks
 
 Clipping also needs the sum of the gradients' squares, and a pipeline returns the loss, so these
 need no collective of their own. Both sums are finite only if everything is, on every rank. A token
-is a hash of everything that must be alike on all ranks (`batches.py`); n tokens are equal if Σt² =
+is a hash of everything that must be equal on all ranks (`batches.py`); n tokens are equal if Σt² =
 n (Σt / n)². They have 20 bits, so that both sides are exact on up to 2^13 ranks.
 
 The host reads the outcome before the update. If the update is a kernel on a CUDA device it need

@@ -58,7 +58,9 @@ class Training:
         check_policy(self.on_nonfinite)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ProgramError(
-                f"clip_norm is {self.clip_norm}", why="a norm is bounded by a positive number"
+                f"clip_norm is {self.clip_norm}",
+                why="a norm is bounded by a positive number",
+                todo="pass a positive number, or leave clip_norm out",
             )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ProgramError(
@@ -328,7 +330,7 @@ class Update:
             self.averages[id(parameter)].lerp_(parameter, made * part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state that is alike on all ranks and is not an option of the optimizer."""
+        """Returns state that is equal on all ranks and is not an option of the optimizer."""
         state = {"check": self.check.state_dict()}
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 

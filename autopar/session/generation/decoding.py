@@ -251,7 +251,7 @@ def _refuse_others(config: Any, sampled: bool) -> None:
         if value is None or value in idle or (name in _SAMPLING and not sampled):
             continue
         raise OptionError(
-            f"generate does not apply {name}",
+            f"generate does not support {name}",
             why=f"the model's generation_config has {name}={value!r}",
             todo=f"set model.generation_config.{name} = None, and pass what changes scores as "
             "logits_processor=[...]; or generate with transformers",

@@ -1,4 +1,4 @@
-"""The part of a session that generates."""
+"""Generation in a session, as a base class of `Session`."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Generating(ABC):
             decoder generates after the start token.
 
         Raises:
-            BatchError: the prompts are no whole numbers [batch, tokens], differ between ranks, are
-                padded on the right, or have a shape beyond those that a session compiles.
+            BatchError: the prompts are not whole numbers [batch, tokens], differ between ranks,
+                are padded on the right, or have a shape beyond those that a session compiles.
             OptionError: an argument is out of range, or the model's `generation_config` asks for
                 something that is not implemented, such as beams.
             CaptureError: the model takes no cache; says what to add.
-            ProgramError: the program has stages, local batches, or replicas that train apart.
+            ProgramError: the program has stages, local batches or local updates.
         """
         check_prompts(self._model, input_ids)
         begun = 1 if has_encoder(self._model) else input_ids.shape[1]
@@ -96,7 +96,7 @@ def refuse_seedless(decoding: Decoding, ranks: int) -> None:
     """Raises OptionError if ranks would draw different tokens."""
     if decoding.do_sample and decoding.seed is None and ranks > 1:
         raise OptionError(
-            "the draws of several ranks need a seed",
-            why="every rank draws the same tokens by itself",
+            "sampling on several ranks needs a seed",
+            why="every rank samples all tokens, and all must be equal",
             todo="pass seed=0 to generate",
         )

@@ -68,7 +68,7 @@ def compile_pair(
 
     Raises:
         CaptureError, InfeasibleError: see `autopar.compile`.
-        ProgramError: the program has stages, local batches, or replicas that train apart.
+        ProgramError: the program has stages, local batches or local updates.
         BatchError: the ranks captured different graphs.
         PlanMismatchError: the given plan is for other prompts, another model or another mesh.
     """
@@ -125,10 +125,10 @@ _NAMES = ("prefill", "decode")
 
 
 def refuse_outer(outer: Outer | None) -> None:
-    """Raises ProgramError if replicas train apart."""
+    """Raises ProgramError under local updates."""
     if outer is not None:
         raise ProgramError(
-            "replicas that train apart cannot generate",
+            "a program with local updates cannot generate",
             why="their parameters differ between synchronisations",
             todo=IN_ANOTHER,
         )
@@ -154,7 +154,7 @@ def load_pair(
         main: the program that the executor started with, which may be the decode.
 
     Raises:
-        ProgramError: the executor runs stages, or replicas that train apart.
+        ProgramError: the executor runs stages or local updates.
     """
     if not isinstance(executor, Executor):
         raise _stages()

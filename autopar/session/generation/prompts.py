@@ -24,7 +24,7 @@ def check_prompts(model: nn.Module, ids: object) -> None:
     whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
     if not isinstance(ids, Tensor) or not whole or ids.dim() != 2 or ids.numel() == 0:
         raise BatchError(
-            "the prompts are no whole numbers [batch, tokens]",
+            "the prompts are not whole numbers of shape [batch, tokens]",
             todo="pass input_ids of a tokenizer",
         )
     embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()

@@ -34,7 +34,7 @@ def sizes_of(
                 )
         if example_inputs is None:
             raise OptionError(
-                "there are no example_inputs", todo="pass a batch like those to train on"
+                "example_inputs are missing", todo="pass a batch like those to train on"
             )
         return None
     if example_inputs is not None:

@@ -28,7 +28,7 @@ class Partial:
         devices = [d for d, room in enumerate(self.room) if need <= room]
         if not devices:
             raise InfeasibleError(
-                f"no device has room for task {self.problem.tasks[v].name!r}",
+                f"no device has enough memory for task {self.problem.tasks[v].name!r}",
                 where=f"placement problem {self.problem.name!r}",
                 why="list scheduling does not move tasks that it has placed",
                 todo="use the exact method, or larger devices",

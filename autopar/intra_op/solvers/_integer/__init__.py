@@ -1,1 +1,1 @@
-"""Integer programs on what reductions and bounds leave."""
+"""Integer programs for the problem that remains after reductions and bounds."""

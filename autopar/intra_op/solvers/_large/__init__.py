@@ -1,1 +1,1 @@
-"""The search on what reductions leave large: memory at a price, then kicks."""
+"""The search for problems that stay large after reductions: priced memory, then random moves."""

@@ -1,4 +1,4 @@
-"""Compiled kicks under simulated annealing, within memory.
+"""Compiled moves of several nodes (kicks) under simulated annealing, within memory.
 
 A kick forces a random node to a random choice and solves a random forest of the nodes around it
 again (`forest`), with memory at a price. It is undone if memory exceeds the limit, as a segment

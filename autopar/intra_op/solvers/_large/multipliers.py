@@ -1,9 +1,9 @@
-"""Memory priced at every time at once, for problems that reductions leave large.
+"""Multipliers on memory at every time, for problems that stay large after reductions.
 
 Every time has a Lagrange multiplier: what a byte costs that is held then. It changes by a factor
 that depends on how far a cheap choice is above or below the limit, relative to the room above the
 lightest choices: multiplicative weights, Plotkin, Shmoys and Tardos, "Fast Approximation Algorithms
-for Fractional Packing and Covering Problems" (FOCS 1991). Between two changes TRW-S goes on with
+for Fractional Packing and Covering Problems" (FOCS 1991). Between two changes TRW-S continues with
 its messages (`_trws`); dynamic programs over random forests improve the choice that it decodes
 (`forest`).
 """

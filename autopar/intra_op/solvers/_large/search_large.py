@@ -1,4 +1,4 @@
-"""The search on what reductions leave large: multipliers of memory, then annealed kicks.
+"""The search for problems that stay large: multipliers on memory, then annealed moves (kicks).
 
 Integer programs find no choice that fits here in a minute. The first part of the work changes the
 prices of memory (`multipliers`), makes some choices fit, and keeps the cheapest; the rest kicks it

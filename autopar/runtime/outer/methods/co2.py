@@ -12,12 +12,11 @@ either can be disabled. The penalty is the given number, or
 
 since the gap between an average and the anchor grows with the learning rate.
 
-The anchor of the formula is the present one, which has moved since the averaged round began. So a
-difference takes back what the anchor moved in between: with beta 0 and penalty 1 two sequences of
-parameters take turns, and each advances in every second round only. With `origin=round` an average
-is compared with the anchor that its own round began from, and no round's progress is lost. Every
-round then begins from the anchor, the second one too, and a fourth copy is kept, as the paper
-counts.
+The formula uses the current anchor, which has moved since the averaged round began. The difference
+therefore undoes this movement: with beta 0 and penalty 1, two sequences of parameters alternate,
+and each advances only in every second round. With `origin=round`, an average is compared with the
+anchor at the beginning of its own round, and no progress is lost. Every round then begins from the
+anchor, and a fourth copy is kept, as the paper counts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class CO2(LateMethod):
         "origin": Option("anchor", 1.0, 0.0, ("anchor", _ROUND)),
     }
     STATES = ("anchor", "momentum")
-    CHANGES = "replicas take tau steps apart, and an outer momentum uses averages a round late"
+    CHANGES = "replicas take tau independent steps; an outer momentum uses averages a round late"
 
     @property
     def states(self) -> tuple[str, ...]:

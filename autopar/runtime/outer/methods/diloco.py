@@ -31,7 +31,7 @@ class DiLoCo(PromptMethod):
         "message": Option("full", 1.0, 0.0, ("full", "int8")),
     }
     STATES = ("anchor", "momentum")
-    CHANGES = "replicas take tau steps apart; an outer Nesterov momentum follows their average"
+    CHANGES = "replicas take tau independent steps; an outer Nesterov step follows their average"
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ class Local(PromptMethod):
     """Sets x = mean(x) at the end of a round."""
 
     NAME = "local"
-    CHANGES = "replicas take tau steps apart, and then their average"
+    CHANGES = "replicas take tau independent steps, and then their average"
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
         """Sets x to the average."""

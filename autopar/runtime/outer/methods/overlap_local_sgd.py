@@ -22,7 +22,7 @@ class Overlap(LateMethod):
     NAME = "overlap"
     OPTIONS = {"alpha": Option(0.6, 0.0, 1.0), "beta": Option(0.7, 0.0, 1.0)}  # noqa: RUF012
     STATES = ("anchor", "momentum")
-    CHANGES = "replicas stay different, and are pulled to an average that is a round old"
+    CHANGES = "replicas stay different, and are pulled towards an average that is a round old"
 
     @property
     def states(self) -> tuple[str, ...]:

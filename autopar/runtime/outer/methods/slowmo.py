@@ -21,7 +21,7 @@ class SlowMo(PromptMethod):
     NAME = "slowmo"
     OPTIONS = {"beta": Option(0.5, 0.0, 1.0), "rate": Option(1.0)}  # noqa: RUF012
     STATES = ("anchor", "momentum")
-    CHANGES = "replicas take tau steps apart; a momentum of their averages moves them on"
+    CHANGES = "replicas take tau independent steps; an outer momentum moves their average on"
 
     def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
         """Applies the slow momentum step."""
