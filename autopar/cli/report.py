@@ -22,6 +22,7 @@ from autopar.cost.device import device
 from autopar.explain import Explanation, decisions, plan_difference, signed
 from autopar.explain.report import charts
 from autopar.explain.report.page import Part, page
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.units import format_bytes, format_seconds
@@ -272,11 +273,15 @@ class _About:
         every = [(name, one) for name in self.stages for one in self.explained[name].parameters]
         largest = sorted(every, key=lambda named: -named[1].nbytes)[:_ASKED]
         rows: list[tuple[object, ...]] = [("parameter", "here", "instead", "step", "memory")]
+        known = {
+            name: Prices(part.plan.mesh, prices(part.plan, asked.calibration, part.whole))
+            for name, part in self.stages.items()
+        }
         for stage, parameter in largest:
             part = self.stages[stage]
             case = Case(
                 part.plan, part.graph, False, asked.rules, limit_of_plan(part.plan), tracer,
-                asked.calibration, part.whole, part.repeated,
+                asked.calibration, part.whole, part.repeated, known[stage],
             )  # fmt: skip
             for decision in decisions(part.plan, part.graph).values():
                 if decision.name == parameter.name and decision.op == "parameter":
