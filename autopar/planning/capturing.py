@@ -240,11 +240,18 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
+    def scaled(factor: int) -> Graph:
+        call = Call(model, args, kwargs, caches)
+        call = call.sized(factor * call.samples)
+        alone = replace(options, microbatches=1, fuse=(), expert_load="equal")
+        given = call.args, call.kwargs, alone, Trace(None), NORMALISING, call.caches
+        return capture_graph(model, *given).graph
+
     if options.update.mixes:  # such an optimizer must see a parameter whole
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.counted > 1:
-        graph = verify(count_whole_batch(graph, options.counted))
+        graph = verify(count_whole_batch(graph, options.counted, scaled))
         keep("whole_counts", graph)
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph

@@ -96,12 +96,29 @@ def sum_beside_means(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().sum() + shifted(logits, labels) - logits.mean() + 3
 
 
+def sum_of_hundredths(logits: Tensor, labels: Tensor) -> Tensor:
+    return entropies(logits, labels).sum() / 100
+
+
+def sum_of_doubles(logits: Tensor, labels: Tensor) -> Tensor:
+    return entropies(logits, labels).sum() * 42 + 6 * logits.mean()
+
+
+def mean_of_halves(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() / (0.5 * len(logits) * logits.shape[1])
+
+
+def rows_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits, torch.zeros_like(logits)) * len(logits)
+
+
 def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
 
 
 SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means, weighted)
-OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums)
+OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums,
+          sum_of_hundredths, sum_of_doubles, mean_of_halves, rows_of_means)  # fmt: skip
 
 
 def batch() -> dict[str, Tensor]:
@@ -118,7 +135,7 @@ def model(loss: Loss) -> Model:
 
 
 @pytest.mark.parametrize("loss", [*SUMMED, *OTHERS])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 6])
 def test_microbatches_add_up_to_the_whole_batch(loss: Loss, count: int) -> None:
     one, whole = model(loss), batch()
     options = Options(microbatches=count)
@@ -172,6 +189,10 @@ def twice(logits: Tensor, labels: Tensor) -> Tensor:
     return masked(logits, labels) / (labels != -100).sum()
 
 
+def of_rows_squared(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() / len(logits) ** 2
+
+
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
@@ -180,6 +201,7 @@ def twice(logits: Tensor, labels: Tensor) -> Tensor:
         (norm, "linalg_vector_norm of all samples"),
         (longest, "max, which does not add up"),
         (twice, "more than once"),
+        (of_rows_squared, "depends on the batch in an unknown way"),
     ],
 )
 def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:

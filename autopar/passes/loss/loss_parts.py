@@ -7,7 +7,6 @@ mean over samples does not add up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +16,7 @@ from autopar.errors import OptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.stage_graphs import free_values
+from autopar.passes.loss.batch_factors import BatchFactors
 from autopar.passes.loss.means import LABELLED, MEAN, SUM, reduction_of
 
 _SUMS = ("sum", "count_nonzero")
@@ -51,11 +51,13 @@ class Parts:
         graph: of one microbatch.
         search: gives the operands to follow, and errors.
         divided: divisions by counts; their results add up.
+        factors: tells numbers that depend on the size of the batch.
     """
 
     graph: Graph
     search: Divisions
     divided: Mapping[str, str]
+    factors: BatchFactors
     _known: dict[str, _Kind] = field(default_factory=dict)
     _times: dict[str, list[str]] = field(default_factory=dict)
 
@@ -64,6 +66,41 @@ class Parts:
         """The operands that add up of operators that also take what does not."""
         self.adds_up(self.graph.loss or "")
         return self._times
+
+    def divided_in(self, graph: Graph) -> Mapping[str, str]:
+        """Returns `divided` for the same model's graph of one sample, as `operands_in` does."""
+        for name, count in self.divided.items():
+            if name not in graph or count not in graph[name].inputs:
+                raise self._other_operators(self.graph[name])
+        return self.divided
+
+    def _other_operators(self, node: Node) -> OptionError:
+        return self.search.refused(node, "one sample is computed by other operators")
+
+    def operands_in(self, graph: Graph) -> Mapping[str, Sequence[str]]:
+        """Returns `operands` by the names of the same model's graph of one sample.
+
+        It lacks factors that are one there.
+
+        Raises:
+            OptionError: it has other operators.
+        """
+        if graph is self.graph:
+            return self.operands
+        found: dict[str, list[str]] = {}
+        for reader, names in self.operands.items():
+            own = graph[reader].inputs if reader in graph else ()
+            found[reader] = [self._kept(name, own, self.graph[reader]) for name in names]
+        return found
+
+    def _kept(self, name: str, known: Sequence[str], reader: Node) -> str:
+        """Returns the first of a value and those that factors multiply in it which is known."""
+        while name not in known:
+            node = self.graph[name]
+            if _base(node) not in ("mul", "div") or len(node.inputs) != 1:
+                raise self._other_operators(reader)
+            (name,) = node.inputs
+        return name
 
     def adds_up(self, name: str) -> bool:
         """Returns whether the sum of a value over microbatches is that of the whole batch."""
@@ -82,8 +119,8 @@ class Parts:
         if not moving or not is_linear(node) or (product and len(moving) != 1):
             return self._reduced(node)
         kinds = {name: self._kind(name) for name in moving}
-        if set(kinds.values()) == {_Kind.SUM} and self._is_mean(node):
-            return _Kind.MEAN
+        if len(kinds) == 1 and product:
+            return self._multiplied(node, *kinds.values())
         adding = [name for name, kind in kinds.items() if kind is not _Kind.MEAN]
         offset = _base(node) in ("add", "sub", "stack", "cat") and node.type.shape == ()
         if len(adding) == len(kinds) and (not offset or len(moving) == len(node.inputs)):
@@ -103,25 +140,15 @@ class Parts:
             return _Kind.SUM
         raise self.search.refused(node, f"it is the {_base(node)} of all samples")
 
-    def _is_mean(self, node: Node) -> bool:
-        """Returns whether samples are divided by a multiple of their number.
-
-        Sizes of a batch are numbers in a graph, so that this is all that tells a mean from a sum
-        with a factor.
-        """
-        divisor = _divisor(node)
-        if divisor is None:
-            return False
-        total = self.graph[node.inputs[0]]
-        before = total.type
-        if _base(total) == "sum":
-            before = self.graph[total.inputs[0]].type
-            if total.type.shape and total.type.shape[0] == before.shape[0] > 1:
-                return False  # a mean of each sample
-        rows = {leaf.type.shape[0] for leaf in self.graph.leaves("input") if leaf.type.shape}
-        if _base(node) == "mul":
-            return divisor == before.numel > 1
-        return any(divisor % count == 0 for count in rows)
+    def _multiplied(self, node: Node, kind: _Kind) -> _Kind:
+        """Returns what a product of one value with others is, which may be the size of a batch."""
+        if kind is not _Kind.SUM and not self.factors.may_depend(node):
+            return kind
+        power = self.factors.power(node)
+        changed = {(_Kind.SUM, -1): _Kind.MEAN, (_Kind.MEAN, 1): _Kind.SUM}
+        if power is None or (power and (kind, power) not in changed):
+            raise self.search.refused(node, "its factor depends on the batch in an unknown way")
+        return changed[kind, power] if power else kind
 
 
 @dataclass(frozen=True)
@@ -230,16 +257,6 @@ class Divisions:
             todo="divide by a sum of labels or of a mask; or pass whole_loss=False, to train on the"
             " mean of the microbatches' losses",
         )
-
-
-def _divisor(node: Node) -> int | None:
-    """Returns the whole number by which an operator divides; None if it does not."""
-    factor = next((one for one in node.args if isinstance(one, (int, float))), 0)
-    if _base(node) not in ("mul", "div") or len(node.inputs) != 1 or not factor:
-        return None
-    divisor = factor if _base(node) == "div" else 1 / factor
-    near = round(divisor)
-    return near if near > 0 and math.isclose(divisor, near, rel_tol=1e-12) else None
 
 
 def is_linear(node: Node) -> bool:

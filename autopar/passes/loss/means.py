@@ -63,12 +63,24 @@ def lower_means(graph: Graph) -> Graph:
     return rewrite(graph, lower)
 
 
+def is_whole_mean(graph: Graph, node: Node) -> bool:
+    """Returns whether a node of a graph is what `lower_means` made of a mean over all elements."""
+    if node.op != "aten.div.Tensor" or node.type.shape != () or len(node.inputs) != 1:
+        return False
+    return node.inputs[0].startswith(_total_name(node))  # a number may follow
+
+
+def _total_name(node: Node) -> str:
+    """Returns the name of the sum that a mean divides."""
+    return f"{node.name}_sum"
+
+
 def _mean(node: Node, editor: Editor) -> Node | None:
     whole = editor[node.inputs[0]].type
     if node.type.numel == 0 or whole.numel == 0:
         return None
     op = "aten.sum" if node.op == "aten.mean" else "aten.sum.dim_IntList"
-    total = replace(node, name=editor.fresh(f"{node.name}_sum"), op=op)
+    total = replace(node, name=editor.fresh(_total_name(node)), op=op)
     return _divided(node, total, whole.numel // node.type.numel, editor)
 
 
@@ -91,7 +103,7 @@ def _divided(node: Node, total: Node, count: Arg, editor: Editor) -> Node:
 def _summed(node: Node, position: int, editor: Editor) -> Node:
     """Returns the loss with a sum instead of a mean."""
     kwargs = tuple(item for item in node.kwargs if item[0] != "reduction")
-    name = editor.fresh(f"{node.name}_sum")
+    name = editor.fresh(_total_name(node))
     if len(node.args) <= position:
         return replace(node, name=name, kwargs=(*kwargs, ("reduction", SUM)))
     args = (*node.args[:position], SUM, *node.args[position + 1 :])

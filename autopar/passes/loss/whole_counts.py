@@ -14,12 +14,14 @@ one microbatch's count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.ir.graph import COUNTS, Arg, Graph, Node, Ref, Source
 from autopar.ir.graph_text import format_graph
 from autopar.ir.rewrite import Editor, Names, rewrite
+from autopar.passes.loss.batch_factors import BatchFactors
 from autopar.passes.loss.loss_parts import (
     Divisions,
     Parts,
@@ -32,23 +34,40 @@ from autopar.passes.loss.loss_parts import (
 ITEMS = "items_in_batch"  # name of the input, with a number if it is taken
 
 
-def count_whole_batch(graph: Graph, microbatches: int) -> Graph:
+def count_whole_batch(graph: Graph, microbatches: int, scaled: Callable[[int], Graph]) -> Graph:
     """Returns the graph of a microbatch with n times its part of the whole batch's loss.
 
     Args:
         graph: normalised, of one microbatch.
         microbatches: number n of microbatches in a step.
+        scaled: returns the same graph of a number of times as many samples, to tell a sum with a
+            factor from a mean.
 
     Raises:
         OptionError: the loss is divided by a value of the batch that is no sum over it, or reads
             the model's parameters or buffers; or it has class weights; or it is neither a sum nor a
-            mean over samples.
+            mean over samples; or a factor depends on the size of the batch in another way.
     """
     if graph.loss is None or microbatches == 1 or not is_batched(graph, graph.loss):
         return graph
-    search = Divisions(graph, microbatches)
-    divided = search.divided()
-    return rewrite(graph, _Change(graph, microbatches, divided, Parts(graph, search, divided)))
+    parts = _parts(graph, microbatches, scaled)
+    loss = parts.graph.loss or ""
+    change = _Change(
+        graph, microbatches, parts.divided_in(graph), parts.operands_in(graph), parts.adds_up(loss)
+    )
+    return rewrite(graph, change)
+
+
+def _parts(graph: Graph, microbatches: int, scaled: Callable[[int], Graph]) -> Parts:
+    """Returns the parts of the loss, of two samples in place of a single one.
+
+    A division by the number of samples is invisible where that is one.
+    """
+    single = any(leaf.type.shape[:1] == (1,) for leaf in graph.leaves("input"))
+    seen = scaled(2) if single else graph
+    search = Divisions(seen, microbatches)
+    factors = BatchFactors(seen, partial(scaled, 4 if single else 2))
+    return Parts(seen, search, search.divided(), factors)
 
 
 @dataclass(frozen=True)
@@ -59,25 +78,27 @@ class _Change:
         graph: of one microbatch.
         microbatches: number of them.
         divided: operators that divide by a count -> that count, or its inverse.
-        parts: of the loss.
+        operands: operators -> their operands that add up over microbatches, while others do not.
+        adds_up: whether the loss does.
     """
 
     graph: Graph
     microbatches: int
     divided: Mapping[str, str]
-    parts: Parts
+    operands: Mapping[str, Sequence[str]]
+    adds_up: bool
     _inputs: dict[str, Ref] = field(default_factory=dict)
 
     def __call__(self, node: Node, editor: Editor) -> Node | None:
         changed = self._counted(node, editor) if node.name in self.divided else node
         products = {}
-        for name in self.parts.operands.get(node.name, ()):
+        for name in self.operands.get(node.name, ()):
             product = self._times(editor[name], editor.fresh(f"{name}_whole"))
             editor.put(product)
             products[name] = product.name
         if products:
             changed = changed.map_refs(lambda name: Ref(products.get(name, name)))
-        if node.name == self.graph.loss and self.parts.adds_up(node.name):
+        if node.name == self.graph.loss and self.adds_up:
             part = replace(changed, name=editor.fresh(f"{node.name}_part"))
             editor.put(part)
             return self._times(part, node.name)

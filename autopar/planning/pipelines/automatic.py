@@ -86,6 +86,7 @@ class OnMicrobatches:
         self.model, self.layers = model, LEAST if self.more else None
         self.batch, self.mesh, self.options = batch, mesh, options
         self.traced: dict[int, Graph] = {}
+        self.deep: dict[int, Graph] = {}
         self.ends: tuple[str, ...] = ()  # of the layers
 
     def __call__(self, microbatches: int) -> Layered:
@@ -121,16 +122,28 @@ class OnMicrobatches:
             OptionError: the losses of microbatches do not add up to that of the batch.
         """
         samples = self.batch // microbatches
+        graph = self._all_layers(samples)
+        if self.options.whole_loss and computes_as_one(schedule):
+
+            def scaled(factor: int) -> Graph:
+                return self._all_layers(factor * samples)
+
+            graph = verify(count_whole_batch(graph, microbatches, scaled))
+        return graph
+
+    def _all_layers(self, samples: int) -> Graph:
+        if samples not in self.deep:
+            self.deep[samples] = self._deepened(samples)
+        return self.deep[samples]
+
+    def _deepened(self, samples: int) -> Graph:
         graph = self._graph(samples)
         if self.more:
             try:
                 graph = deepen(self.model.graph(samples, LEAST - 1), graph, self.more)
             except GraphError:  # the blocks differ
                 graph = self.model.graph(samples, LEAST + self.more)
-        graph = remove_shares(graph)
-        if self.options.whole_loss and computes_as_one(schedule):
-            graph = verify(count_whole_batch(graph, microbatches))
-        return graph
+        return remove_shares(graph)
 
     def _graph(self, samples: int) -> Graph:
         if samples > max(_TRACED) and self.model.scales:

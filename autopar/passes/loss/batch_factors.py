@@ -1,0 +1,79 @@
+"""Tells a factor of a loss that depends on the size of the batch from a constant.
+
+A captured graph contains sizes as numbers, so `loss.sum() / len(x)` and `loss.sum() / 100` look
+alike. The graph of twice as many samples tells them apart: only what is made of the size differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph, Node
+from autopar.passes.loss.means import is_whole_mean
+
+# Factor of the larger batch over that of the batch -> power of the number of samples.
+_POWERS = {1.0: 0, 2.0: 1, 0.5: -1}
+
+
+@dataclass(frozen=True)
+class BatchFactors:
+    """The factors of one graph.
+
+    Attributes:
+        graph: of one microbatch.
+        capture: returns the graph of twice as many samples; called at most once, if needed.
+    """
+
+    graph: Graph
+    capture: Callable[[], Graph]
+
+    @cached_property
+    def _larger(self) -> Graph | None:
+        try:
+            return self.capture()
+        except AutoparError:
+            return None
+
+    def power(self, node: Node) -> int | None:
+        """Returns the power of the number of samples in the number by which a node multiplies.
+
+        It is 0 for a constant and -1 for a division by the number of samples or of all elements;
+        None if it cannot be told.
+        """
+        factor = _factor(node)
+        if factor is None:
+            return 0
+        if is_whole_mean(self.graph, node):
+            return -1
+        if self._larger is None or node.name not in self._larger:
+            return None
+        other = _factor(self._larger[node.name])
+        if other is None or self._larger[node.name].op != node.op:
+            return None
+        ratio = other / factor
+        return next((p for r, p in _POWERS.items() if math.isclose(r, ratio, rel_tol=1e-9)), None)
+
+    def may_depend(self, node: Node) -> bool:
+        """Returns whether a number, or its inverse, is a multiple of the number of samples."""
+        factor = _factor(node)
+        if factor is None:
+            return False
+        rows = {leaf.type.shape[0] for leaf in self.graph.leaves("input") if leaf.type.shape}
+        return any(
+            round(value / count) > 0 and math.isclose(value / count, round(value / count))
+            for value in (abs(factor), 1 / abs(factor))
+            for count in rows
+        )
+
+
+def _factor(node: Node) -> float | None:
+    """Returns the number by which an operator multiplies its only operand; None without one."""
+    base = node.op.partition(".")[2].partition(".")[0]
+    number = next((one for one in node.args if isinstance(one, (int, float))), 0)
+    if base not in ("mul", "div") or len(node.inputs) != 1 or not number:
+        return None
+    return float(number) if base == "mul" else 1 / number
