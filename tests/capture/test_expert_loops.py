@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
+from autopar.operators.interpret import run
 from autopar.operators.mixture import MIXTURE
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
@@ -75,6 +76,24 @@ def test_a_loop_is_one_mixture_and_pieces_are_one_product() -> None:
     assert ops[MIXTURE] == 1
     assert not {"aten.nonzero", "aten.one_hot", "aten.index_add"} & set(ops)
     assert captured(by_counts)["autopar.grouped_linear"] == 1
+
+
+def test_pieces_are_multiplied_by_matrices_as_by_linears() -> None:
+    """The values are those of the loop, which no symmetric weight hides."""
+
+    def turned(model: Loop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order = ids[:, 0].argsort()
+        pieces = x[order].split(F.one_hot(ids[:, 0], EXPERTS).sum(0).tolist())
+        return torch.cat([F.gelu(piece @ model.down[at]) for at, piece in enumerate(pieces)])
+
+    torch.manual_seed(0)
+    model, x = Loop(turned).double(), torch.randn(6, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        model.down.normal_()
+    graph = capture_graph(model, (x,), {}, Options(), Trace(None)).graph
+    assert any(node.op == "autopar.grouped_linear" for node in graph.nodes)
+    values = run(graph, {**dict(model.named_parameters()), "x": x})
+    torch.testing.assert_close(values["loss"], model(x), rtol=1e-12, atol=1e-12)
 
 
 def idle(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
         DocumentLengths.parse(text)
 
 
+@pytest.mark.slow
 def test_plans_are_priced_by_the_documents() -> None:
     """Short documents leave a ring one turn of two or so, and a balanced device fewer keys."""
     model, batch = packed("sdpa")

@@ -69,11 +69,13 @@ class _Step:
     Attributes:
         function: a function of rows; None for a product.
         weight, bias: of all pieces, [pieces, out, in] and [pieces, out].
+        turned: whether the weight is [pieces, in, out] instead.
     """
 
     function: Any = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    turned: bool = False
 
     def same(self, other: _Step) -> bool:
         """Returns whether another piece has the same step."""
@@ -81,6 +83,7 @@ class _Step:
             self.function is other.function
             and self.weight is other.weight
             and self.bias is other.bias
+            and self.turned == other.turned
         )
 
     def on(self, rows: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
@@ -88,7 +91,8 @@ class _Step:
         if self.weight is None:
             result: Tensor = self.function(rows)
             return result
-        product: Tensor = grouped_linear(rows, self.weight, ends)
+        weight = self.weight.transpose(1, 2) if self.turned else self.weight
+        product: Tensor = grouped_linear(rows, weight, ends)
         if self.bias is None:
             return product
         return product + self.bias.repeat_interleave(counts, 0, output_size=rows.shape[0])
@@ -178,6 +182,10 @@ class RowCounts:
             step = _Step(None, self._of(weight, piece), self._of(bias, piece))
             if step.weight is None or (bias is not None and step.bias is None):
                 raise refused("linear", "its weight is not one of a stack")
+        elif name.strip("_") in ("matmul", "mm") and len(args) == 1:
+            step = _Step(None, self._of(args[0], piece), turned=True)
+            if step.weight is None:
+                raise refused(name, "its weight is not one of a stack")
         elif name in _ALONE and not args and not kwargs:
             step = _Step(func)
         else:
