@@ -16,6 +16,7 @@ import autopar
 from autopar.cli.common.console import say, stages
 from autopar.cli.common.kept_graphs import kept_beside_package
 from autopar.cli.common.model_options import capture_model
+from autopar.errors import AutoparError
 from autopar.intra_op.problem import Choices, Edge, Problem, frugal
 from autopar.intra_op.solvers._large.search_large import large
 from autopar.intra_op.solvers._search import Search
@@ -49,7 +50,6 @@ def command(models: tuple[str, ...]) -> None:
 
     for name in models:
         spec(name)  # refuses an unknown name before any work
-    traced = models or names()
     with stages(quiet=False) as stage:
         # An installation by pip has compiled its modules, a checkout has not.
         compileall.compile_dir(Path(autopar.__file__).parent, quiet=2)
@@ -58,12 +58,22 @@ def command(models: tuple[str, ...]) -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
         large(Search(dense_problem(), math.inf, 0.0, None, work=0.01))
-        for number, name in enumerate(traced, 1):
-            stage(f"{name}: model {number} of {len(traced)}")
-            with kept_beside_package():
-                wanted = ModelSpec(name, None, None, None)
-                capture_model(wanted, Options(fuse=choose(False)), Trace(None))
-    say(f"the planner is compiled, and {len(traced)} models are traced")
+        for number, name in enumerate(models or names(), 1):
+            stage(f"{name}: model {number} of {len(models or names())}")
+            try:
+                _trace(name)
+            except AutoparError as error:
+                if models:
+                    raise
+                say(f"{name} is left out: {error.what}", fg="yellow", err=True)
+    say("the planner is compiled and the models are traced")
+
+
+def _trace(name: str) -> None:
+    """Keeps the graphs of a model with the batch and the options that `plan` has by default."""
+    with kept_beside_package():
+        wanted, options = ModelSpec(name, None, None, None), Options(fuse=choose(False))
+        capture_model(wanted, options, Trace(None))
 
 
 def dense_problem() -> Problem:

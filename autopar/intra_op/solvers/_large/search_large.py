@@ -24,7 +24,7 @@ BALL = 25  # matrices visited by a kick, on average
 # Kicks keep within the limit, so prices aim somewhat below it, and at the limit in the end. All
 # memory may be worth several times the cost: what stays free at a price is lost.
 DRIFT = 0.05  # longest change of the prices between two looks at the clock, as a logarithm
-NOTED = 0.001  # relative distance from the aim at which they change by this
+NOTED = 0.005  # relative distance from the aim at which they change by this
 FREE = 0.001  # share of the limit that the first kicks leave free
 LOOK = 0.05  # seconds between two looks at the clock
 TELL = 0.02  # share of the kicks between two reports
