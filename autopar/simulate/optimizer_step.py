@@ -183,7 +183,7 @@ def update(
     plan: StagePlan,
     away: bool,
 ) -> None:
-    """Play the optimizer's phase.
+    """Plays the updates of the optimizer's phase.
 
     Args:
         recorder: takes the tasks.
@@ -192,7 +192,6 @@ def update(
         plan: says whether it is AdamW's kernel, which needs no temporaries.
         away: whether optimizer state comes from host memory.
     """
-    recorder.phase = "optimizer"
     if not away:
         _step(recorder, settings, trained, plan)
         _owned_step(recorder, trained, plan)
