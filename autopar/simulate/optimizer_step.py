@@ -36,6 +36,7 @@ class Updated:
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced or comes as a message.
         scattered: whether that is put beside those of all others.
+        cast: whether a gradient that is in no bucket comes in another dtype.
         states: bytes of the states that its rule names.
         coming: bytes of states that come from host memory for the update, if they are kept there.
         owned: set if one device updates all of it, for the others.
@@ -48,6 +49,7 @@ class Updated:
     stays: bool = False
     sent: float = 0.0
     scattered: bool = False
+    cast: bool = False
     states: float = 0.0
     coming: float = 0.0
     owned: Owned | None = None
@@ -91,8 +93,19 @@ def updated_in(
     states = coming - nbytes * master
     path = owner_hops(rule, storage, own, mesh) if node.requires_grad else ()
     owned = Owned(node.name, own, rule, path) if path else None
+    cast = sent != own if last else master
     return Updated(
-        node.name, nbytes, own.dtype, rounded, stays, bucketed, together, states, coming, owned
+        node.name,
+        nbytes,
+        own.dtype,
+        rounded,
+        stays,
+        bucketed,
+        together,
+        cast,
+        states,
+        coming,
+        owned,
     )
 
 
@@ -134,10 +147,10 @@ def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
         size += each.sent
     parts = [each for each in trained if each.scattered]
     apart = [each for each in trained if not each.sent]
-    cast = [each for each in apart if each.rounded]
+    cast = [each for each in apart if each.cast]
     small = _copied(trained)
     buffers += [together for together in (parts, cast, small) if together]
-    buffers += [[each] for each in apart if not each.rounded and each not in small]
+    buffers += [[each] for each in apart if not each.cast and each not in small]
     works = []
     if small:
         moved = 2 * sum(each.nbytes for each in small)
@@ -150,7 +163,7 @@ def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
 
 def _copied(trained: Sequence[Updated]) -> list[Updated]:
     """Those whose small gradients are copied together."""
-    apart = [each for each in trained if not each.sent and not each.rounded]
+    apart = [each for each in trained if not each.sent and not each.cast]
     small = [each for each in apart if each.nbytes < COPIED]
     return small if len(small) > 1 else []
 
@@ -170,7 +183,7 @@ def update(
     plan: StagePlan,
     away: bool,
 ) -> None:
-    """Play the optimizer's phase.
+    """Plays the updates of the optimizer's phase.
 
     Args:
         recorder: takes the tasks.
@@ -179,7 +192,6 @@ def update(
         plan: says whether it is AdamW's kernel, which needs no temporaries.
         away: whether optimizer state comes from host memory.
     """
-    recorder.phase = "optimizer"
     if not away:
         _step(recorder, settings, trained, plan)
         _owned_step(recorder, trained, plan)

@@ -49,6 +49,7 @@ class Weights:
         again: parameters that are gathered again for the backward, by the id of what is kept of
             them.
         fetched, refetched: gathering for the forward, and again for the backward.
+        left_out: what messages of this step left out.
     """
 
     mesh: Mesh
@@ -66,6 +67,7 @@ class Weights:
     together: bool = False
     rooms: dict[str, Buffer] | None = None
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
+    left_out: list[Buffer] = field(default_factory=list)
     fetched: Gather = field(default_factory=lambda: Gather("forward"))
     refetched: Gather = field(default_factory=lambda: Gather("backward"))
 
@@ -76,10 +78,9 @@ class Weights:
             self.direct[id(weight.value)] = weight
         if weight.path("forward"):
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
-        if residual := sum(hop.residual for hop in weight.hops):
-            # A step that is not made leaves it as it was: both exist until that is decided.
-            left = f"{weight.name}, what messages left out before the step"
-            self.recorder.hold(self.recorder.allocate("gradient", left, float(residual)))
+        if self.microbatches > 1:
+            for hop in weight.path("accumulate"):  # by the microbatches before
+                self._leave(weight, hop)
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
@@ -227,6 +228,27 @@ class Weights:
             for key in [key for key in self.waiting if key[0] == when]:
                 self._flush(key)
 
+    def _leave(self, weight: Weight, hop: Hop) -> None:
+        """Allocates what a message leaves out, beside what those of the step before left out."""
+        if hop.residual:
+            left = f"{weight.name}, left out of a message"
+            buffer = self.recorder.allocate("gradient", left, float(hop.residual))
+            self.left_out.append(self.recorder.hold(buffer))
+
+    def settle(self, chosen: bool) -> None:
+        """Decides whether the step is made; only then one of the two is given up.
+
+        Args:
+            chosen: whether each is copied from one of the two.
+        """
+        if self.left_out:
+            self.recorder.compute("whether the step is made", "", ())
+            largest = max(left.nbytes for left in self.left_out)
+            self.recorder.scratch("temporary", "one of the two", largest * chosen)
+            for left in self.left_out:
+                self.recorder.drop(left)
+            self.left_out.clear()
+
     def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         path = _path_key(weight, when)
         if not path:
@@ -263,6 +285,8 @@ class Weights:
                 recorder.compute("gradients, reduced in place", "", ())
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst, self._sent(weight))
+                if key[0] == "reduce" or self.microbatches == 1:
+                    self._leave(weight, hop)
                 room = self._room(weight) if place == len(paths) - 1 else None
                 buffers[at] = room or recorder.hold(
                     recorder.allocate("temporary", before.name, nbytes)

@@ -133,7 +133,12 @@ class _Step:
             for node in self.graph.leaves("param")
             if self.leaves[node.name].gradient is not None
         ]
+        self.recorder.phase = "optimizer"
+        fused = plan.fuses_update and not plan.offload.optimizer
+        if not fused:
+            self.weights.settle(chosen=True)
         update(self.recorder, self.settings, trained, plan, plan.offload.optimizer)
+        self.weights.settle(chosen=False)  # AdamW's kernel has copied small gradients before
         self.weights.gather()
         return self.recorder.tasks()
 

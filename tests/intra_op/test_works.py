@@ -290,7 +290,7 @@ def test_adamws_kernel_is_launched_for_every_buffer_of_gradients() -> None:
     launches = [work.nbytes / 7 for work in works if work.op == "adamw_"]
     assert sorted(launches) == [12e3, 4e6, 4e6, 8e6, 8e6]
     assert [work.nbytes for work in works if work.op != "adamw_"] == [2 * 12e3]
-    cast = [Updated(f"c{n}", 4e6, "f32", 2e6, stays=True) for n in range(3)]
+    cast = [Updated(f"c{n}", 4e6, "f32", 2e6, stays=True, cast=True) for n in range(3)]
     parts = [replace(each, scattered=True) for each in reduced]
     for together in (cast, parts):  # in one buffer
         (work,) = update_works(together, True, bucket=16_000_000)

@@ -192,7 +192,14 @@ def test_predicted_bytes_are_measured_bytes_beside_linears(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
-    ["bf16", "bf16 communication=bf16", "bf16 sums=f32", "weights=int8 gradients=int8"],
+    [
+        "bf16",
+        "bf16 communication=bf16",
+        "bf16 sums=f32",
+        "weights=int8 gradients=int8",
+        "bf16 gradients=int8",
+        "gradients=1-bit",
+    ],
 )
 def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
     plans = ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"]

@@ -99,8 +99,10 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
 
 
 def _held(executor: Executor, batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Parameters, masters, gradients, optimizer state and the batch."""
+    """Parameters, masters, gradients, optimizer state, what messages left out, and the batch."""
     yield from batch.values()
+    for weight in executor.weights.all:
+        yield from weight.memory.values()
     for tensor in (*executor.tensors, *executor.weights.updated):
         yield tensor
         if tensor.grad is not None:
