@@ -255,6 +255,9 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     names = list(seconds)
     crossing = _crossing(graph, names)
     legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
+    # Where nothing trained crosses, as behind the loss, a stage would have nothing to do.
+    busy = [at for at in legal if crossing[at] > 0]
+    legal = busy if len(busy) >= stages - 1 else legal
     if len(legal) < stages - 1:
         raise StageError(
             f"{graph.name} cannot be cut into {stages} stages",
@@ -351,8 +354,12 @@ def _slowest(edges: Floats, stages: int) -> float:
 
 
 def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> list[int]:
-    """Returns the cuts with the fewest bytes whose stages take at most `most` seconds."""
-    count = len(edges)
+    """Returns the cuts with the fewest bytes whose stages take at most `most` seconds.
+
+    Of cuts with equally few bytes, those of the most even stages: where one piece is long, `most`
+    leaves the others much room.
+    """
+    count, little = len(edges), 1e-6 * float(nbytes.max(initial=0.0)) or 1.0
     best = np.full(count, np.inf)
     best[0] = 0.0
     origins: list[NDArray[np.int64]] = []
@@ -361,8 +368,10 @@ def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> l
         for at in range(1, count):
             first = int(np.searchsorted(edges, edges[at] - most * (1 + 1e-9), side="left"))
             if first < at and np.isfinite(best[first:at]).any():
-                origin[at] = first + int(np.argmin(best[first:at]))
-                fresh[at] = best[origin[at]] + (nbytes[at] if stage < stages - 1 else 0.0)
+                uneven = ((edges[at] - edges[first:at]) / edges[-1]) ** 2
+                costs = best[first:at] + little * uneven
+                origin[at] = first + int(np.argmin(costs))
+                fresh[at] = costs.min() + (nbytes[at] if stage < stages - 1 else 0.0)
         best = fresh
         origins.append(origin)
     cuts, at = [], count - 1
