@@ -301,3 +301,4 @@ def test_no_stage_begins_where_nothing_trained_crosses() -> None:
     for stages in (2, 4, 6):
         ends = even_ends(captured.graph, stages, LINE, Options())
         assert all(crossing[end] > 0 for end in ends)
+        assert not any(captured.graph[end].type.shape == () for end in ends)

@@ -255,7 +255,7 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     names = list(seconds)
     crossing = _crossing(graph, names)
     legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
-    # Where nothing trained crosses, as behind the loss, a stage would have nothing to do.
+    # Where no trained tensor crosses, as behind the loss, a stage would have nothing to do.
     busy = [at for at in legal if crossing[at] > 0]
     legal = busy if len(busy) >= stages - 1 else legal
     if len(legal) < stages - 1:
@@ -328,14 +328,17 @@ def weights(
 
 
 def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
-    """Returns the bytes that are trained, exist after each operator and are read later."""
+    """Returns the bytes that are trained, exist after each operator and are read later.
+
+    Single numbers, such as the loss, count as none.
+    """
     place = {name: at for at, name in enumerate(names)}
     change = [0.0] * (len(names) + 1)
     for name in names:
         node = graph[name]
         last = max((place[user] for user in graph.users[name]), default=-1)
         if node.requires_grad and last > place[name]:
-            nbytes = float(sum(kind.nbytes for kind in node.types))
+            nbytes = float(sum(kind.nbytes for kind in node.types if kind.shape))
             change[place[name]] += nbytes
             change[last] -= nbytes
     return list(np.cumsum(change)[:-1])
