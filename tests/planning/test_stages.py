@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -278,3 +279,28 @@ def test_on_one_device_it_is_gradient_accumulation() -> None:
     assert all(not value.any() for value in program.state_dict().values())
     with pytest.raises(BatchError, match="the input 'x' is f64"):
         program.step(x=batch["x"][:4])
+
+
+def test_beside_a_long_piece_the_other_stages_are_even() -> None:
+    """Ten blocks of a second and a head of three seconds."""
+    edges = np.array([0.0, *(float(end) for end in range(1, 11)), 13.0])
+    nbytes = np.array([0.0, *([1e6] * 10), 0.0])
+    for wanted in ([1.0] * 10 + [3.0], [2.0] * 5 + [3.0], [3.0] * 3 + [4.0]):
+        most = planning._slowest(edges, len(wanted)) * (1 + planning._SLACK)
+        cuts = planning._cheapest_cuts(edges, nbytes, len(wanted), most)
+        assert sorted(np.diff([0.0, *edges[cuts], 13.0])) == wanted
+
+
+def test_no_stage_begins_where_nothing_trained_crosses() -> None:
+    """A long loss leaves room for more stages, none of which is behind it."""
+    torch.manual_seed(0)
+    model, batch = models.gpt2(layers=4)
+    captured = capture_call(Call(model, (), batch), Options(), Trace(None), 4)
+    seconds, _ = planning.weights(
+        captured.graph, prepare(captured.graph, passes=FINDING), LINE, Options()
+    )
+    crossing = dict(zip(seconds, planning._crossing(captured.graph, list(seconds)), strict=True))
+    for stages in (2, 4, 6):
+        ends = even_ends(captured.graph, stages, LINE, Options())
+        assert all(crossing[end] > 0 for end in ends)
+        assert not any(captured.graph[end].type.shape == () for end in ends)

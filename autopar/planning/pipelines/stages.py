@@ -255,6 +255,9 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     names = list(seconds)
     crossing = _crossing(graph, names)
     legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
+    # Where no trained tensor crosses, as behind the loss, a stage would have nothing to do.
+    busy = [at for at in legal if crossing[at] > 0]
+    legal = busy if len(busy) >= stages - 1 else legal
     if len(legal) < stages - 1:
         raise StageError(
             f"{graph.name} cannot be cut into {stages} stages",
@@ -325,14 +328,17 @@ def weights(
 
 
 def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
-    """Returns the bytes that are trained, exist after each operator and are read later."""
+    """Returns the bytes that are trained, exist after each operator and are read later.
+
+    Single numbers, such as the loss, count as none.
+    """
     place = {name: at for at, name in enumerate(names)}
     change = [0.0] * (len(names) + 1)
     for name in names:
         node = graph[name]
         last = max((place[user] for user in graph.users[name]), default=-1)
         if node.requires_grad and last > place[name]:
-            nbytes = float(sum(kind.nbytes for kind in node.types))
+            nbytes = float(sum(kind.nbytes for kind in node.types if kind.shape))
             change[place[name]] += nbytes
             change[last] -= nbytes
     return list(np.cumsum(change)[:-1])
@@ -351,8 +357,12 @@ def _slowest(edges: Floats, stages: int) -> float:
 
 
 def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> list[int]:
-    """Returns the cuts with the fewest bytes whose stages take at most `most` seconds."""
-    count = len(edges)
+    """Returns the cuts with the fewest bytes whose stages take at most `most` seconds.
+
+    Of cuts with equally few bytes, those of the most even stages: where one piece is long, `most`
+    leaves the others much room.
+    """
+    count, little = len(edges), 1e-6 * float(nbytes.max(initial=0.0)) or 1.0
     best = np.full(count, np.inf)
     best[0] = 0.0
     origins: list[NDArray[np.int64]] = []
@@ -361,8 +371,10 @@ def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> l
         for at in range(1, count):
             first = int(np.searchsorted(edges, edges[at] - most * (1 + 1e-9), side="left"))
             if first < at and np.isfinite(best[first:at]).any():
-                origin[at] = first + int(np.argmin(best[first:at]))
-                fresh[at] = best[origin[at]] + (nbytes[at] if stage < stages - 1 else 0.0)
+                uneven = ((edges[at] - edges[first:at]) / edges[-1]) ** 2
+                costs = best[first:at] + little * uneven
+                origin[at] = first + int(np.argmin(costs))
+                fresh[at] = costs.min() + (nbytes[at] if stage < stages - 1 else 0.0)
         best = fresh
         origins.append(origin)
     cuts, at = [], count - 1
