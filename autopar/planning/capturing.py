@@ -119,6 +119,16 @@ class Call:
             todo="pass tensors whose first dimension is the batch",
         )
 
+    def refuse_empty(self) -> None:
+        """Raises BatchError if the batch has no samples; nothing could be divided between ranks."""
+        first = next(((n, v) for n, v in self._tensors().items() if v.dim()), None)
+        if first is not None and first[1].shape[0] == 0:
+            raise BatchError(
+                "the batch has no samples",
+                why=f"its input {first[0].partition('.')[2]!r} is {list(first[1].shape)}",
+                todo="leave out empty batches on every rank",
+            )
+
     def sized(self, samples: int) -> Call:
         """Returns the call with a batch of another size, which repeats the samples of this one.
 
@@ -189,8 +199,9 @@ def capture_call(
 
     Raises:
         CaptureError: the model cannot be traced.
-        BatchError: the model does not take the batch, or the batch does not divide.
+        BatchError: the model does not take the batch, or the batch does not divide, or is empty.
     """
+    call.refuse_empty()
     if microbatches is None:
         return capture_graph(call.model, call.args, call.kwargs, options, trace, caches=call.caches)
     part = call.microbatch(microbatches)

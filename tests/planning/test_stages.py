@@ -245,6 +245,9 @@ def test_microbatches_are_slices() -> None:
         sliced((), batch, 4)
     with pytest.raises(BatchError, match="'weights' does not belong to the batch"):
         sliced((), {"x": torch.zeros(8, 2), "weights": torch.zeros(2)}, 2)
+    empty = Call.of(torch.nn.Linear(2, 2), {"input": torch.zeros(0, 2)})
+    with pytest.raises(BatchError, match="the batch has no samples"):
+        capture_call(empty, Options(), Trace(None))
 
 
 def test_on_one_device_it_is_gradient_accumulation() -> None:
