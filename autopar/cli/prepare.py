@@ -20,7 +20,6 @@ from autopar.errors import AutoparError
 from autopar.intra_op.problem import Choices, Edge, Problem, frugal
 from autopar.intra_op.solvers._large.search_large import large
 from autopar.intra_op.solvers._search import Search
-from autopar.ir.fusion import choose
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
