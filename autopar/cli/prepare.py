@@ -71,8 +71,7 @@ def command(models: tuple[str, ...]) -> None:
 def _trace(name: str) -> None:
     """Keeps the graphs of a model with the batch and the options that `plan` has by default."""
     with kept_beside_package():
-        wanted, options = ModelSpec(name, None, None, None), Options(fuse=choose(False))
-        capture_model(wanted, options, Trace(None))
+        capture_model(ModelSpec(name, None, None, None), Options(), Trace(None))
 
 
 def dense_problem() -> Problem:
