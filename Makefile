@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
-	$(BIN)/autopar prepare gpt2 llama-3-8b
+	$(BIN)/autopar prepare gpt2
 	touch $@
 
 demo: $(STAMP) ## train a small model on four processes of this machine

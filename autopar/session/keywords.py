@@ -127,8 +127,7 @@ class PlanKeywords(AverageKeywords, total=False):
             memory requires; None, nothing. Results do not change.
         collectives: algorithms of collectives: None uses the library's; "auto" takes the fastest
             one for each call, by its size and axes, including the library's own; or rows such as
-            ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums keep their dtype, but are
-            computed in another order.
+            ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums may change in their last bits.
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
             its own part, as from a DistributedSampler; "local over data" if ranks that differ along
             other axes pass the same part. See `Session.data_rank`.
