@@ -41,7 +41,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
     same = _operators(first) == _operators(graph)
-    graph = _without_unread(graph)
+    graph = without_unread(graph)
     ends = plan.ends if same else _ends_like(parts, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
@@ -106,7 +106,7 @@ def _operators(graph: Graph) -> list[tuple[str, str]]:
     return [(node.name, node.op) for node in graph.nodes]
 
 
-def _without_unread(graph: Graph) -> Graph:
+def without_unread(graph: Graph) -> Graph:
     """Returns the graph without parameters and buffers that nothing reads.
 
     An evaluation does not read all that training does, such as a batch norm's counter. No operator
