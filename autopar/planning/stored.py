@@ -40,7 +40,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         graph = with_equal_blocks(graph, stored)
         return graph, Plan.of(_planned(graph, plan.stages[0], stored, options))
     parts = stage_graphs(first, plan.ends, Trace(None))
-    graph = _without_unread(graph)
+    graph = without_unread(graph)
     ends = plan.ends if _reads_its_own(parts, graph, plan.ends) else _ends_like(parts, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []
@@ -100,7 +100,7 @@ def with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
     return graph if equal == graph.repeats else replace(graph, repeats=equal)
 
 
-def _without_unread(graph: Graph) -> Graph:
+def without_unread(graph: Graph) -> Graph:
     """Returns the graph without parameters and buffers that nothing reads.
 
     An evaluation does not read all that training does, such as a batch norm's counter. No operator

@@ -246,9 +246,9 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
             self._executor.meet("generate")
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
             compiled = self._compiler.generating(self._model, sizes, self._compiled)
-            if self._compiled is None:  # nothing is trained: the decode stores the parameters
+            if self._compiled is None:  # nothing is trained: the prefill stores the parameters
                 self._modes = Modes(self._model)
-                self._start(compiled[1], Peers.here().recorder)
+                self._start(compiled[0], Peers.here().recorder)
             own = self._ready()
             self._pairs[sizes] = pair.load_pair(own, compiled, self._running_as, self.compiled)
         return self._pairs[sizes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from autopar.capture.capture import Captured
@@ -12,6 +14,7 @@ from autopar.errors import BatchError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
+from autopar.planning.stored import without_unread
 from autopar.planning.trace import Trace
 
 __all__ = ["Sizes", "capture_generation"]
@@ -39,7 +42,8 @@ def capture_generation(
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
     _refuse_last_place(decode.graph, length_of(model, sizes))
-    return prefill, decode
+    # A decode does not read an encoder, so that only the prefill can tell how to store it.
+    return prefill, replace(decode, graph=without_unread(decode.graph))
 
 
 # Operators behind which positions are still positions, perhaps with an offset.

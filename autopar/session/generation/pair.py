@@ -64,7 +64,7 @@ def compile_pair(
         compiler: of the session.
         model: the model.
         sizes: of the prompts.
-        first: the program that stores the parameters; None if the decode is to store them.
+        first: the program that stores the parameters; None if the prefill is to store them.
 
     Raises:
         CaptureError, InfeasibleError: see `autopar.compile`.
@@ -151,7 +151,7 @@ def load_pair(
         executor: of the session.
         compiled: the prefill and the decode.
         running: how the session runs programs.
-        main: the program that the executor started with, which may be the decode.
+        main: the program that the executor started with, which may be the prefill.
 
     Raises:
         ProgramError: the executor runs stages or local updates.
