@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 
 from autopar.capture.capture import Captured
-from autopar.errors import MeshError, OptionError
+from autopar.errors import BatchError, MeshError, OptionError
 from autopar.ir.graph import OVER, Node
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import Call, capture_call
@@ -86,6 +86,13 @@ def capture_parts(
     axes = batch_axes(options.batches, part)
     if not axes:
         return capture_call(call, options, trace, microbatches)
+    if microbatches and call.samples % microbatches:
+        raise BatchError(
+            f"a rank's part of {call.samples} samples does not divide into {microbatches}"
+            " microbatches",
+            why="every rank passes rows of every microbatch",
+            todo="pass parts whose size is a multiple of the number of microbatches",
+        )
     world = math.prod(part.axis_size(axis) for axis in axes)
     whole = call.repeated(world)
     captured = capture_call(whole, options, trace, microbatches)
