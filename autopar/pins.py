@@ -18,12 +18,12 @@ from autopar.intra_op.pins.literature import (
     GShard,
     Megatron,
 )
-from autopar.intra_op.pins.wordings import PinsLike, Subject, Word
+from autopar.intra_op.pins.pin_functions import PinContext, PinFunction, PinsLike
 
 __all__ = [
+    "PinContext",
+    "PinFunction",
     "PinsLike",
-    "Subject",
-    "Word",
     "alexnet_split",
     "data_parallel",
     "form",

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import pins
 from autopar.errors import InfeasibleError
-from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options

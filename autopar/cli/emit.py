@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.capture.capture import Captured
 from autopar.cli.common.console import say, stages, writing
 from autopar.cli.common.model_options import MODEL, RULES, is_data, own_rules
-from autopar.cli.common.opened import PlanFile
+from autopar.cli.common.open_plan import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cli.common.run_tensors import (
     batch_from,

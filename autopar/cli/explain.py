@@ -51,7 +51,7 @@ from autopar.planning.prices import limit_of_plan, slowdown_of
 from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
-    from autopar.cli.common.opened import PlanFile
+    from autopar.cli.common.open_plan import PlanFile
 
 
 @click.command("explain")
@@ -104,7 +104,7 @@ def command(
     autopar explain generation.toml
     """
     from autopar.cli.common import generation_view, pipeline_view
-    from autopar.cli.common.opened import PlanFile
+    from autopar.cli.common.open_plan import PlanFile
 
     known = table(own_rules(rule_files))
     if generates(file):

@@ -12,8 +12,8 @@ import click
 
 from autopar.cli.common.console import FILE, Stages, say, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
-from autopar.cli.common.opened import Opened, PlanFile
-from autopar.cli.common.opened import Stage as Opening
+from autopar.cli.common.open_plan import Opened, PlanFile
+from autopar.cli.common.open_plan import Stage as Opening
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cli.common.replan import Answer, Case, next_best
 from autopar.cli.explain import explained

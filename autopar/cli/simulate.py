@@ -10,7 +10,7 @@ import click
 from autopar.cli.common import pipeline_view
 from autopar.cli.common.console import FILE, JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
-from autopar.cli.common.opened import PlanFile
+from autopar.cli.common.open_plan import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
 from autopar.cost.measured import MeasuredModel

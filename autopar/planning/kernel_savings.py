@@ -23,7 +23,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.lower.lines import Compute, Joined, Lowered
 from autopar.lower.program import lower
 from autopar.operators.mixture import MIXTURE
-from autopar.passes.written import written
+from autopar.passes.expand_kernels import expand_kernel
 from autopar.plan_entries import Fused, NodePlan
 from autopar.simulate.optimizer_step import update_works, updated_of
 from autopar.stage_plan import StagePlan
@@ -265,7 +265,7 @@ def _expanded(graph: Graph, node: Node, layouts: Iterable[Layout], mesh: Mesh) -
         TensorType(operand.type.dtype, layout.local_shape(operand.type.shape, mesh))
         for operand, layout in zip(operands, layouts, strict=True)
     ]
-    return written(node, operands, parts)
+    return expand_kernel(node, operands, parts)
 
 
 def _whole(graph: Graph, table: dict[str, OpRule], mesh: Mesh) -> Iterator[Work]:

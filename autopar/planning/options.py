@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import OptionError
 from autopar.inter_op.schedules import check_allowed, computes_as_one
 from autopar.intra_op.node_choices import Lies
-from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.solvers import find

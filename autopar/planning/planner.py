@@ -17,7 +17,7 @@ from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
-from autopar.intra_op.pins.wordings import spell_out
+from autopar.intra_op.pins.pin_functions import resolve_pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.storage_choices import bucket_by_price, bucket_of
@@ -106,7 +106,7 @@ class Planner:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.repeated = repeated
         self.fuse = applicable(options.fuse, graph, options.precision)
-        self.pins = spell_out(
+        self.pins = resolve_pins(
             options.pins, graph, mesh, options.table, stored=options.state is None
         )
         self.prices = cost_model(mesh, options)

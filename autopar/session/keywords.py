@@ -27,7 +27,7 @@ from autopar.files.checked_values import (
     checked,
 )
 from autopar.generation_plan import GenerationPlan
-from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.executed.execution import Execution
@@ -45,14 +45,14 @@ from autopar.runtime.update.groups import GroupsLike, options_of
 from autopar.runtime.update.observation import observed
 from autopar.runtime.update.optimizer import OptimizerFactory, fusable
 from autopar.runtime.update.update import Training
-from autopar.session.beside_plan import (
+from autopar.session.compiled import Running
+from autopar.session.padding import Padding, padding_of
+from autopar.session.plan_conflicts import (
     batches_of,
     collectives_of,
     microbatches_of,
     precision_of,
 )
-from autopar.session.compiled import Running
-from autopar.session.padding import Padding, padding_of
 
 
 class AverageKeywords(TypedDict, total=False):

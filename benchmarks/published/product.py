@@ -99,7 +99,7 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     if run.float8:
         words.append(f"linears=float8{'-rows' * run.rowwise}")
     axes = {"dp": run.fsdp // run.cp, "cp": run.cp, "tp": run.tp}
-    given: list[pins.Word] = [pins.data_parallel("dp")]
+    given: list[pins.PinFunction] = [pins.data_parallel("dp")]
     given += [pins.megatron_sp("tp")] if run.tp > 1 else []
     return autopar.plan(
         model,
@@ -161,7 +161,7 @@ def _ablation(
 ) -> Plan:
     """The plan of a row of Alpa's: what it searched for is searched for, but for a GPT's rows."""
     data, tensor = run.logical
-    given: list[pins.Word] = [pins.data_parallel("dp")] if data > 1 else []
+    given: list[pins.PinFunction] = [pins.data_parallel("dp")] if data > 1 else []
     given += [pins.megatron("tp")] if tensor > 1 else []
     free = run.method == "auto_sharding" and not isinstance(model, GPT)
     return autopar.plan(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
-from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.work.kernel_work import fused, works
 from autopar.ir.collective import Collective
 from autopar.ir.executed.library_kernels import base

@@ -40,7 +40,7 @@ import torch
 
 from autopar import pins
 from autopar.cost.model import AnalyticModel, NodeWork, Work
-from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.ir.collective import Collective
 from autopar.ir.executed.library_kernels import base
 from autopar.ir.mesh import Mesh

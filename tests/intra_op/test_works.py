@@ -19,7 +19,7 @@ from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
 from autopar.cost.operator_memory import recipe
 from autopar.cost.work import adamw_work, optimizer_work
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.pins.wordings import spell_out
+from autopar.intra_op.pins.pin_functions import resolve_pins
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.work.kernel_work import fused, works
@@ -140,7 +140,7 @@ def test_devices_share_the_products_of_a_model() -> None:
         kernels = ((n, k) for n, w in found.items() for k in (*w.forward, *w.backward))
         return math.fsum(graph.multiplicity[n] * k.flops for n, k in kernels if k.gemm)
 
-    split = spell_out(data_parallel(), graph, FOUR, rules())
+    split = resolve_pins(data_parallel(), graph, FOUR, rules())
     assert flops(FOUR, split) == flops(ONE) / 4
 
 

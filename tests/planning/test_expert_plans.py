@@ -17,8 +17,8 @@ from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
 from autopar.errors import MeshError, PinError
 from autopar.pins import (
-    Subject,
-    Word,
+    PinContext,
+    PinFunction,
     alexnet_split,
     data_parallel,
     fsdp,
@@ -33,7 +33,7 @@ from tests.support.patterns import FAMILIES, communication, parameters, split_di
 from tests.support.ranks import run_ranks
 from tests.support.words import GRID, LINE, graph, make, planned
 
-PLANS: list[Word] = [
+PLANS: list[PinFunction] = [
     data_parallel(),
     fsdp("gpu"),
     megatron("gpu"),
@@ -102,7 +102,9 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
 
 @pytest.mark.parametrize("word", [megatron("tp"), megatron_sp("tp")])
 @pytest.mark.parametrize("batch", [1, 512])
-def test_linears_of_pairs_are_split_however_many_tokens_there_are(batch: int, word: Word) -> None:
+def test_linears_of_pairs_are_split_however_many_tokens_there_are(
+    batch: int, word: PinFunction
+) -> None:
     """One sample has no class of its own; of many, gathering weights would send fewer bytes."""
     sizes = LlamaSizes(64, 4, 4, 96, 2, 128, 32)
     with torch.device("meta"):
@@ -207,7 +209,7 @@ def test_data_parallelism_sums_statistics_of_the_batch_and_nothing_else() -> Non
     ],
 )
 def test_a_plan_that_does_not_apply_says_what_it_looked_for(
-    word: Word, name: str, reason: str
+    word: PinFunction, name: str, reason: str
 ) -> None:
     with pytest.raises(PinError, match="does not apply") as caught:
         planned(name, word)
@@ -217,15 +219,15 @@ def test_a_plan_that_does_not_apply_says_what_it_looked_for(
 
 
 @pytest.mark.parametrize("make_word", [data_parallel, fsdp, megatron, gshard, alexnet_split])
-def test_an_axis_that_the_mesh_lacks_is_refused(make_word: Callable[[str], Word]) -> None:
+def test_an_axis_that_the_mesh_lacks_is_refused(make_word: Callable[[str], PinFunction]) -> None:
     with pytest.raises(MeshError, match="no axis 'rack'"):
         planned("even", make_word("rack"))
 
 
 @pytest.mark.parametrize("word", PLANS, ids=str)
-def test_along_an_axis_of_one_device_there_is_nothing_to_say(word: Word) -> None:
+def test_along_an_axis_of_one_device_there_is_nothing_to_say(word: PinFunction) -> None:
     mesh = autopar.Mesh.parse("toy[1GFLOP/s 1GiB 1GB/s]: gpu=1")
-    assert word(Subject(graph("perceptron"), mesh, {})) == {}
+    assert word(PinContext(graph("perceptron"), mesh, {})) == {}
 
 
 def test_plans_that_contradict_each_other_are_both_named() -> None:
@@ -237,8 +239,8 @@ def test_plans_that_contradict_each_other_are_both_named() -> None:
 
 
 def test_any_callable_is_a_word_and_nothing_else() -> None:
-    def last_by_rows(subject: Subject) -> dict[str, str]:
-        return {"last.weight": f"[32@{subject.mesh.names[0]}, 16]"}
+    def last_by_rows(context: PinContext) -> dict[str, str]:
+        return {"last.weight": f"[32@{context.mesh.names[0]}, 16]"}
 
     assert used("even", planned("even", last_by_rows))["last.weight"][1] == "[32@gpu, 16]"
     with pytest.raises(PinError, match="is not a pin"):

@@ -16,7 +16,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.pins.wordings import PinsLike, spell_out
+from autopar.intra_op.pins.pin_functions import PinsLike, resolve_pins
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.solvers import solve
@@ -75,7 +75,7 @@ def ratio(name: str, layers: int, batch: int, chip: str, plan: str) -> float:
     graph, (axes, pins) = graph_of(name, layers, batch), PLANS[plan]
     mesh, known = Mesh.parse(f"{chip}: {axes}"), table()
     prices, slowdown = AnalyticModel(mesh), device(mesh).slowdown
-    said = spell_out(pins, graph, mesh, known)
+    said = resolve_pins(pins, graph, mesh, known)
     lies = _in_one_piece if plan == "whole states" else None
     given = Assumptions(slowdown=slowdown, lies=lies)
     built = build(graph, mesh, prices, known, given, memory_limit=1e15, pins=said)

@@ -9,7 +9,7 @@ from autopar.errors import MeshError, PinError
 from autopar.intra_op.pins.layout_pins import Pin
 from autopar.intra_op.rule_table import table
 from autopar.ir.mesh import Mesh
-from autopar.pins import Subject
+from autopar.pins import PinContext
 from tests.support.words import GRID, LINE, graph, planned
 
 WANTED = {"batch": "node", "heads": "gpu", "ffn": "gpu", "vocab": "gpu"}
@@ -20,7 +20,7 @@ SIZES = {8: "batch", 112: "batch", 4: "heads", 24: "heads", 26: "ffn", 34: "voca
 
 def pins(split: dict[str, str], name: str = "even", mesh: str = GRID) -> dict[str, Pin]:
     """What a named layout pins."""
-    found = autopar.layout(split)(Subject(graph(name), Mesh.parse(mesh), table()))
+    found = autopar.layout(split)(PinContext(graph(name), Mesh.parse(mesh), table()))
     return {key: Pin.parse(text) for key, text in found.items()}
 
 

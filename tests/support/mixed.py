@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.ir.precision import Precision
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.pins import Subject, data_parallel
+from autopar.pins import PinContext, data_parallel
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -22,9 +22,9 @@ PAIR = "toy[1TFLOP/s 64GiB 1TB/s]: gpu=2 @10GB/s 1us"
 Batch = dict[str, Tensor]
 
 
-def used_whole(subject: Subject) -> dict[str, str]:
+def used_whole(context: PinContext) -> dict[str, str]:
     """Pins of data parallelism that leave open how parameters lie."""
-    pins = data_parallel()(subject)
+    pins = data_parallel()(context)
     return {key: text.rpartition("=> ")[2] for key, text in pins.items()}
 
 

@@ -14,7 +14,7 @@ from autopar.intra_op.pins.named_dims import layout
 from autopar.plan import Plan
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-PLANS: dict[str, Callable[..., pins.Word]] = {
+PLANS: dict[str, Callable[..., pins.PinFunction]] = {
     "data_parallel": pins.data_parallel,
     "fsdp": pins.fsdp,
     "megatron": pins.megatron,
@@ -74,7 +74,7 @@ def read_pins(
     layouts: tuple[str, ...],
     source: Path | None,
     forms: tuple[str, ...] = (),
-) -> list[Mapping[str, str] | pins.Word]:
+) -> list[Mapping[str, str] | pins.PinFunction]:
     """Returns the pins of these options, as `pins=` of `autopar.compile` takes them.
 
     Args:
@@ -88,7 +88,7 @@ def read_pins(
         PinError: one of them cannot be parsed.
         PlanError: the file is not a plan, or has no pins.
     """
-    result: list[Mapping[str, str] | pins.Word] = [_kept(source)] if source else []
+    result: list[Mapping[str, str] | pins.PinFunction] = [_kept(source)] if source else []
     result += [_plan(text) for text in plans]
     if layouts:
         result.append(layout(dict(_pair(text, '--layout "heads=gpu"') for text in layouts)))
@@ -96,7 +96,7 @@ def read_pins(
     return [*result, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
 
 
-def _plan(text: str) -> pins.Word:
+def _plan(text: str) -> pins.PinFunction:
     """Parses a published plan and its axes, "megatron:gpu"."""
     name, _, given = text.partition(":")
     axes = [axis.strip() for axis in given.split(",") if axis.strip()]

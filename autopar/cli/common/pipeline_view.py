@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.common.console import FILE, WIDTH, Console, print_json, print_out
-from autopar.cli.common.opened import Opened
+from autopar.cli.common.open_plan import Opened
 from autopar.cost.device import device
 from autopar.inter_op.gantt import gantt, legend
 from autopar.ir.action import UPDATE

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.cli.common.console import Stages
 from autopar.cli.common.model_options import own_rules
-from autopar.cli.common.opened import Opened, PlanFile
+from autopar.cli.common.open_plan import Opened, PlanFile
 from autopar.cli.common.price_model import prices
 from autopar.cli.explain import explained
 from autopar.errors import InfeasibleError, PinError

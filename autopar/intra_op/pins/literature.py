@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from autopar.errors import PinError
+from autopar.intra_op.pins.pin_functions import Axes, PinContext, write
 from autopar.intra_op.pins.roles import Linear, is_conv
-from autopar.intra_op.pins.wordings import Axes, Subject, write
 from autopar.ir.graph import Node
 from autopar.ir.tensor import Layout
 
@@ -32,16 +32,16 @@ class DataParallel:
 
     axes: Axes = ()
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
-        axes = subject.axes(self.axes or subject.mesh.names)
+        axes = context.axes(self.axes or context.mesh.names)
         if not axes:
             return {}
         pins = {
-            subject.key(node): write(node.type.shape, {}, axes, stored=subject.stored)
-            for node in subject.parameters()
+            context.key(node): write(node.type.shape, {}, axes, stored=context.stored)
+            for node in context.parameters()
         }
-        return {**pins, **_batch(subject, axes, str(self))}
+        return {**pins, **_batch(context, axes, str(self))}
 
     def __str__(self) -> str:
         return f"data_parallel({_quoted(self.axes)})"
@@ -59,18 +59,18 @@ class FullyShardedDataParallel:
 
     axes: Axes = ()
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
-        axes = subject.axes(self.axes or subject.mesh.names)
+        axes = context.axes(self.axes or context.mesh.names)
         if not axes:
             return {}
         pins = {}
-        for node in subject.parameters():
+        for node in context.parameters():
             used = write(node.type.shape, {}, axes)
-            dim = _first_dim(node.type.shape, subject.ways(axes))
+            dim = _first_dim(node.type.shape, context.ways(axes))
             stored = write(node.type.shape, {} if dim is None else {dim: axes}, axes)
-            pins[subject.key(node)] = f"{stored.partition(' along')[0]} => {used}"
-        return {**pins, **_batch(subject, axes, str(self))}
+            pins[context.key(node)] = f"{stored.partition(' along')[0]} => {used}"
+        return {**pins, **_batch(context, axes, str(self))}
 
     def __str__(self) -> str:
         return f"fsdp({_quoted(self.axes)})"
@@ -94,107 +94,107 @@ class Megatron:
     axis: str
     sequence: bool = False
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
-        axes, roles = subject.axes((self.axis,)), subject.roles
+        axes, roles = context.axes((self.axis,)), context.roles
         if not axes:
             return {}
         if not roles.inner:
             raise _unfit(
-                subject,
+                context,
                 str(self),
                 "pairs of linears, of which the first reads a residual stream and the second's "
                 f"result is added to it; found {len(roles.linears)} linears and "
                 f"{len(roles.residuals)} residual additions, but no such pair",
             )
-        self._check_sizes(subject, roles.inner)
-        between, streams = {*roles.inner, *self._vocabulary(subject)}, set(roles.streams)
-        scope, pins = _blocks(subject), {}
-        for node in subject.parameters():
-            outer = subject.dims.outer(node.name)
+        self._check_sizes(context, roles.inner)
+        between, streams = {*roles.inner, *self._vocabulary(context)}, set(roles.streams)
+        scope, pins = _blocks(context), {}
+        for node in context.parameters():
+            outer = context.dims.outer(node.name)
             inner = [dim for dim, cls in enumerate(outer) if cls in between]
             if inner or (node.name in scope and streams.intersection(outer)):
                 split = dict.fromkeys(inner[:1], axes)
-                pins[subject.key(node)] = write(node.type.shape, split, axes, stored=subject.stored)
-        return {**pins, **self._pairs(subject, axes), **self._stream(subject, axes)}
+                pins[context.key(node)] = write(node.type.shape, split, axes, stored=context.stored)
+        return {**pins, **self._pairs(context, axes), **self._stream(context, axes)}
 
-    def _pairs(self, subject: Subject, axes: Axes) -> dict[str, str]:
+    def _pairs(self, context: PinContext, axes: Axes) -> dict[str, str]:
         """Returns the pins of what pairs and the head give; else weights might be gathered."""
-        inner, streams, pins = set(subject.roles.inner), set(subject.roles.streams), {}
-        columns = {*inner, *self._vocabulary(subject)}
-        for item in subject.roles.linears:
-            node = subject.graph[item.node]
+        inner, streams, pins = set(context.roles.inner), set(context.roles.streams), {}
+        columns = {*inner, *self._vocabulary(context)}
+        for item in context.roles.linears:
+            node = context.graph[item.node]
             if item.gives & columns:
-                places = (subject.dims.place(node.name, cls) for cls in item.gives & columns)
+                places = (context.dims.place(node.name, cls) for cls in item.gives & columns)
                 split = {place: axes for place in places if place is not None}
                 text = write(node.type.shape, split, axes)
             elif item.gives & streams and item.reads & inner:
                 text = _owed(node, axes)
             else:
                 continue
-            if subject.allows(node, text):
-                pins[subject.key(node)] = text
+            if context.allows(node, text):
+                pins[context.key(node)] = text
         return pins
 
-    def _vocabulary(self, subject: Subject) -> list[int]:
+    def _vocabulary(self, context: PinContext) -> list[int]:
         """Returns the vocabularies to split: those that no operator needs whole."""
-        ways, kept = subject.mesh.axis_size(self.axis), {a.cls for a in subject.dims.apart}
-        named = (c for c, name in enumerate(subject.names) if name.split(".")[0] == "vocab")
-        return [c for c in named if c not in kept and subject.dims.divides(c, ways)]
+        ways, kept = context.mesh.axis_size(self.axis), {a.cls for a in context.dims.apart}
+        named = (c for c, name in enumerate(context.names) if name.split(".")[0] == "vocab")
+        return [c for c in named if c not in kept and context.dims.divides(c, ways)]
 
-    def _check_sizes(self, subject: Subject, inner: Iterable[int]) -> None:
-        ways = subject.mesh.axis_size(self.axis)
+    def _check_sizes(self, context: PinContext, inner: Iterable[int]) -> None:
+        ways = context.mesh.axis_size(self.axis)
         for cls in inner:
-            if not subject.dims.divides(cls, ways):
+            if not context.dims.divides(cls, ways):
                 raise _unfit(
-                    subject,
+                    context,
                     str(self),
-                    f"inner dimensions that split {ways} ways; {subject.names[cls]!r} has "
-                    f"{subject.dims.sizes[cls]}",
+                    f"inner dimensions that split {ways} ways; {context.names[cls]!r} has "
+                    f"{context.dims.sizes[cls]}",
                 )
 
-    def _stream(self, subject: Subject, axes: Axes) -> dict[str, str]:
+    def _stream(self, context: PinContext, axes: Axes) -> dict[str, str]:
         """Returns the pins of the stream and of values computed from it position by position.
 
         Results of linears are partial sums, as are other contractions over dimensions outside the
         stream.
         """
-        roles, dims = subject.roles, subject.dims
+        roles, dims = context.roles, context.dims
         positions = roles.positions[:1] if self.sequence else ()
         if self.sequence and not positions:
-            raise _unfit(subject, str(self), "a dimension of positions in the residual stream")
+            raise _unfit(context, str(self), "a dimension of positions in the residual stream")
         shapes = {dims.outer(name) for name in roles.residuals}
         shapes |= {tuple(None if c in roles.streams else c for c in outer) for outer in shapes}
-        pins, owed = self._branches(subject, axes)
+        pins, owed = self._branches(context, axes)
         free = {*owed, *(item.node for item in roles.linears)}
-        scope = _blocks(subject) - free
-        for node in subject.operators():
+        scope = _blocks(context) - free
+        for node in context.operators():
             streamed = node.name in scope and dims.outer(node.name) in shapes
-            whole = node.op != "autopar.share" and _summed(subject, node) <= set(roles.streams)
+            whole = node.op != "autopar.share" and _summed(context, node) <= set(roles.streams)
             if not streamed or not whole:
                 continue
             places = (dims.place(node.name, cls) for cls in positions)
             split = {dim: axes for dim in places if dim is not None}
             text = write(node.type.shape, split, axes)
-            if subject.allows(node, text):
-                pins[subject.key(node)] = text
+            if context.allows(node, text):
+                pins[context.key(node)] = text
         return pins
 
-    def _branches(self, subject: Subject, axes: Axes) -> tuple[dict[str, str], set[str]]:
+    def _branches(self, context: PinContext, axes: Axes) -> tuple[dict[str, str], set[str]]:
         """Returns the pins of values between a linear's partial sums and the stream.
 
         Whatever can stay a partial sum does, so that parallel branches are summed once.
         """
-        graph, roles, streams = subject.graph, subject.roles, set(subject.roles.streams)
+        graph, roles, streams = context.graph, context.roles, set(context.roles.streams)
         owed, pins = {item.node for item in roles.linears if item.gives & streams}, {}
-        for node in subject.operators():
+        for node in context.operators():
             inputs = {graph.template[name] for name in node.inputs} - roles.parametric
             text = _owed(node, axes)
             inside = inputs and inputs <= owed and node.name not in {*roles.residuals, *owed}
-            if inside and subject.allows(node, text):
+            if inside and context.allows(node, text):
                 owed.add(node.name)
                 if node.op != "autopar.share":
-                    pins[subject.key(node)] = text
+                    pins[context.key(node)] = text
         return pins, owed
 
     def __str__(self) -> str:
@@ -212,32 +212,32 @@ class GShard:
 
     axis: str
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
-        axes, dims = subject.axes((self.axis,)), subject.dims
+        axes, dims = context.axes((self.axis,)), context.dims
         if not axes:
             return {}
-        experts = {cls for item in subject.roles.linears for cls in item.along}
+        experts = {cls for item in context.roles.linears for cls in item.along}
         if not experts:
             raise _unfit(
-                subject,
+                context,
                 str(self),
                 "linears with a matrix for each expert: batched products of a parameter whose "
                 "dimension of experts is also one of the activations",
             )
         for cls in experts:
-            if not dims.divides(cls, subject.ways(axes)):
-                obstacle = f"{subject.names[cls]!r} has {dims.sizes[cls]}"
-                wanted = f"experts that split {subject.ways(axes)} ways; {obstacle}"
-                raise _unfit(subject, str(self), wanted)
-        pins = DataParallel(axes)(subject)
-        own = [item for item in subject.roles.linears if item.along]
+            if not dims.divides(cls, context.ways(axes)):
+                obstacle = f"{context.names[cls]!r} has {dims.sizes[cls]}"
+                wanted = f"experts that split {context.ways(axes)} ways; {obstacle}"
+                raise _unfit(context, str(self), wanted)
+        pins = DataParallel(axes)(context)
+        own = [item for item in context.roles.linears if item.along]
         # An expert's values stay on its device until they are combined.
         linears = [item.node for item in own]
-        for node in _made_of(subject, linears, lambda n: bool(experts & {*dims.outer(n.name)})):
-            pins.pop(subject.key(node), None)
+        for node in _made_of(context, linears, lambda n: bool(experts & {*dims.outer(n.name)})):
+            pins.pop(context.key(node), None)
         for item in own:
-            _split_own(subject, item, item.along, axes, pins)
+            _split_own(context, item, item.along, axes, pins)
         return pins
 
     def __str__(self) -> str:
@@ -254,61 +254,61 @@ class AlexNetSplit:
 
     axis: str
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
-        axes, roles, dims = subject.axes((self.axis,)), subject.roles, subject.dims
+        axes, roles, dims = context.axes((self.axis,)), context.roles, context.dims
         if not axes:
             return {}
         if not roles.convolutions or not roles.linears:
             counts = f"{len(roles.convolutions)} convolutions, {len(roles.linears)} linears"
             wanted = f"convolutions and fully connected layers; found {counts}"
-            raise _unfit(subject, str(self), wanted)
-        pins = DataParallel(axes)(subject)
+            raise _unfit(context, str(self), wanted)
+        pins = DataParallel(axes)(context)
         layers = [item.node for item in roles.linears]
-        for node in _made_of(subject, layers, lambda node: not is_conv(node)):
-            pins.pop(subject.key(node), None)
+        for node in _made_of(context, layers, lambda node: not is_conv(node)):
+            pins.pop(context.key(node), None)
         for item in roles.linears:
-            fitting = frozenset(c for c in item.gives if dims.divides(c, subject.ways(axes)))
-            _split_own(subject, item, fitting, axes, pins)
+            fitting = frozenset(c for c in item.gives if dims.divides(c, context.ways(axes)))
+            _split_own(context, item, fitting, axes, pins)
         return pins
 
     def __str__(self) -> str:
         return f"alexnet_split({self.axis!r})"
 
 
-def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
+def _batch(context: PinContext, axes: Axes, plan: str) -> dict[str, str]:
     """Returns pins that split the batch in every value that has it, and keep its sums partial.
 
     Values that no strategy can split, and labels and counts, which every device has whole, are left
     to the solver.
     """
-    dims, batch, ways = subject.dims, subject.roles.batch[:1], subject.ways(axes)
+    dims, batch, ways = context.dims, context.roles.batch[:1], context.ways(axes)
     cut, owed = dict[str, str](), dict[str, str]()
-    for node in subject.operators():
+    for node in context.operators():
         if node.op == "autopar.share" or not batch or not node.type.floating:
             continue
-        place = _cut(subject, node.name, batch[0], ways)
+        place = _cut(context, node.name, batch[0], ways)
         if place is not None:
             text = write(node.type.shape, {place: axes}, axes)
-            if subject.allows(node, text):
-                cut[subject.key(node)] = text
-        elif node.type.floating and batch[0] in _summed(subject, node):
-            places = [_cut(subject, name, batch[0], ways) for name in node.inputs]
-            if any(p is not None for p in places) and subject.allows(node, _owed(node, axes)):
-                owed[subject.key(node)] = _owed(node, axes)
+            if context.allows(node, text):
+                cut[context.key(node)] = text
+        elif node.type.floating and batch[0] in _summed(context, node):
+            places = [_cut(context, name, batch[0], ways) for name in node.inputs]
+            if any(p is not None for p in places) and context.allows(node, _owed(node, axes)):
+                owed[context.key(node)] = _owed(node, axes)
     if not cut:
         instead = (
             f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
         )
         wanted = f"inputs with a batch, and operators that split it {ways} ways"
-        raise _unfit(subject, plan, f"{wanted}; {instead}")
+        raise _unfit(context, plan, f"{wanted}; {instead}")
     return {**cut, **owed}
 
 
-def _cut(subject: Subject, value: str, cls: int, ways: int) -> int | None:
+def _cut(context: PinContext, value: str, cls: int, ways: int) -> int | None:
     """Returns the dimension of a value that splits a class `ways` ways, None if there is none."""
-    place = subject.dims.place(value, cls)
-    return place if place is not None and subject.dims.cuts(value, place, ways) else None
+    place = context.dims.place(value, cls)
+    return place if place is not None and context.dims.cuts(value, place, ways) else None
 
 
 def _owed(node: Node, axes: Axes) -> str:
@@ -318,32 +318,32 @@ def _owed(node: Node, axes: Axes) -> str:
     return f"{owed} along {', '.join(axes)}"
 
 
-def _blocks(subject: Subject) -> set[str]:
+def _blocks(context: PinContext) -> set[str]:
     """Returns the nodes of repeated blocks, or all nodes if no residual addition is in one."""
-    graph = subject.graph
+    graph = context.graph
     inside = {name for repeat in graph.repeats for name in repeat.iterations[0]}
-    return inside if inside.issuperset(subject.roles.residuals) else set(graph.template.values())
+    return inside if inside.issuperset(context.roles.residuals) else set(graph.template.values())
 
 
-def _summed(subject: Subject, node: Node) -> set[int | None]:
+def _summed(context: PinContext, node: Node) -> set[int | None]:
     """Returns the classes that an operator sums over; None among them where unknown."""
-    signature = subject.dims.signatures.get(node.name)
+    signature = context.dims.signatures.get(node.name)
     if signature is None:
         return {None}
     operands, results = (
         {f for dims in side for dim in dims for f in dim if signature.sizes[f] > 1}
         for side in (signature.operands, signature.results)
     )
-    return {subject.dims.leading(node.name, factor) for factor in operands - results}
+    return {context.dims.leading(node.name, factor) for factor in operands - results}
 
 
 def _made_of(
-    subject: Subject, starts: Iterable[str], through: Callable[[Node], bool]
+    context: PinContext, starts: Iterable[str], through: Callable[[Node], bool]
 ) -> list[Node]:
     """Returns the operators `through` that read `starts`, directly or through one another."""
     reached, readers = set(starts), []
-    for node in subject.operators():
-        inputs = {subject.graph.template[name] for name in node.inputs}
+    for node in context.operators():
+        inputs = {context.graph.template[name] for name in node.inputs}
         if inputs & reached and through(node):
             reached.add(node.name)
             readers.append(node)
@@ -351,20 +351,20 @@ def _made_of(
 
 
 def _split_own(
-    subject: Subject, item: Linear, classes: frozenset[int], axes: Axes, pins: dict[str, str]
+    context: PinContext, item: Linear, classes: frozenset[int], axes: Axes, pins: dict[str, str]
 ) -> None:
     """Pins a linear and its parameters to be split along the given classes."""
-    graph, own, ahead = subject.graph, [item.node], list(subject.graph[item.node].inputs)
+    graph, own, ahead = context.graph, [item.node], list(context.graph[item.node].inputs)
     while ahead:
         name = graph.template[ahead.pop()]
-        if name in subject.roles.parametric:
+        if name in context.roles.parametric:
             own += [name] if graph[name].op == "param" else []
             ahead += graph[name].inputs
     for name, cls in itertools.product(own, sorted(classes)):
-        node, place = graph[name], subject.dims.place(name, cls)
+        node, place = graph[name], context.dims.place(name, cls)
         if place is not None:
             stored = node.op == "param"
-            pins[subject.key(node)] = write(node.type.shape, {place: axes}, axes, stored=stored)
+            pins[context.key(node)] = write(node.type.shape, {place: axes}, axes, stored=stored)
 
 
 def _first_dim(shape: tuple[int, ...], ways: int) -> int | None:
@@ -374,10 +374,10 @@ def _first_dim(shape: tuple[int, ...], ways: int) -> int | None:
     return next(iter(even or long), None)
 
 
-def _unfit(subject: Subject, plan: str, looked_for: str) -> PinError:
+def _unfit(context: PinContext, plan: str, looked_for: str) -> PinError:
     return PinError(
-        f"{plan} does not apply to {subject.graph.name}",
-        where=f"mesh {subject.mesh}",
+        f"{plan} does not apply to {context.graph.name}",
+        where=f"mesh {context.mesh}",
         why=f"it looks for {looked_for}",
         todo="try another plan of autopar.pins, another axis, or leave it to the solver",
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PinError
-from autopar.intra_op.pins.wordings import Axes, Subject, write
+from autopar.intra_op.pins.pin_functions import Axes, PinContext, write
 from autopar.ir.graph import Node
 
 
@@ -28,44 +28,44 @@ class NamedLayout:
 
     split: tuple[tuple[str, Axes], ...]
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
+    def __call__(self, context: PinContext) -> dict[str, str]:
         """Returns the pins for one model on one mesh."""
         wanted = {
             cls: (name, axes)
             for name, given in self.split
-            if (axes := subject.axes(given))
-            for cls in self._classes(subject, name, axes)
+            if (axes := context.axes(given))
+            for cls in self._classes(context, name, axes)
         }
-        self._check_axes(subject, wanted)
+        self._check_axes(context, wanted)
         pins, met = {}, set[str]()
-        for node in (*subject.parameters(), *subject.operators()):
-            split = _allowed(subject, node, {cls: axes for cls, (_, axes) in wanted.items()})
+        for node in (*context.parameters(), *context.operators()):
+            split = _allowed(context, node, {cls: axes for cls, (_, axes) in wanted.items()})
             if split:
-                pins[subject.key(node)] = _pin(subject, node, split)
-            outer = subject.dims.outer(node.name)
+                pins[context.key(node)] = _pin(context, node, split)
+            outer = context.dims.outer(node.name)
             if node.op != "param":
                 met.update(name for cls, (name, _) in wanted.items() if cls in _led(outer, split))
         for name, _ in wanted.values():
             if name not in met:
-                raise self._splits_nowhere(subject, name)
+                raise self._splits_nowhere(context, name)
         return pins
 
-    def _classes(self, subject: Subject, name: str, axes: Axes) -> list[int]:
+    def _classes(self, context: PinContext, name: str, axes: Axes) -> list[int]:
         """Returns the classes with a name that split that many ways."""
-        classes = [cls for cls, own in enumerate(subject.names) if name in (own, own.split(".")[0])]
+        classes = [cls for cls, own in enumerate(context.names) if name in (own, own.split(".")[0])]
         if not classes:
-            known = dict.fromkeys(own.split(".")[0] for own in subject.names)
+            known = dict.fromkeys(own.split(".")[0] for own in context.names)
             raise PinError(
-                f"{subject.graph.name} has no dimension {name!r}",
+                f"{context.graph.name} has no dimension {name!r}",
                 where=str(self),
                 why=f"its dimensions are {', '.join(known)}",
                 todo="`autopar explain plan.toml --dims` shows where they are",
             )
-        ways = subject.ways(axes)
-        fitting = [cls for cls in classes if subject.dims.sizes[cls] >= ways]
+        ways = context.ways(axes)
+        fitting = [cls for cls in classes if context.dims.sizes[cls] >= ways]
         if not fitting:
             sizes = ", ".join(
-                f"{subject.names[cls]} has {subject.dims.sizes[cls]}" for cls in classes
+                f"{context.names[cls]} has {context.dims.sizes[cls]}" for cls in classes
             )
             raise PinError(
                 f"{name!r} does not split {ways} ways over {', '.join(axes)}",
@@ -75,24 +75,24 @@ class NamedLayout:
             )
         return fitting
 
-    def _check_axes(self, subject: Subject, wanted: dict[int, tuple[str, Axes]]) -> None:
+    def _check_axes(self, context: PinContext, wanted: dict[int, tuple[str, Axes]]) -> None:
         """Raises PinError if two names ask for the same axis in one value."""
-        for node in (*subject.parameters(), *subject.operators()):
+        for node in (*context.parameters(), *context.operators()):
             taken: dict[str, str] = {}
-            for cls in subject.dims.outer(node.name):
+            for cls in context.dims.outer(node.name):
                 name, axes = wanted.get(-1 if cls is None else cls, ("", ()))
                 for axis in axes:
                     if taken.setdefault(axis, name) != name:
                         raise PinError(
                             f"{taken[axis]!r} and {name!r} both ask for the axis {axis!r}",
-                            where=f"{node.op} {subject.key(node)}",
+                            where=f"{node.op} {context.key(node)}",
                             why="it has both dimensions, but an axis splits one of a value",
                             todo="give one of them another axis",
                         )
 
-    def _splits_nowhere(self, subject: Subject, name: str) -> PinError:
-        classes = {c for c, own in enumerate(subject.names) if name in (own, own.split(".")[0])}
-        kept = [apart for apart in subject.dims.apart if apart.cls in classes]
+    def _splits_nowhere(self, context: PinContext, name: str) -> PinError:
+        classes = {c for c, own in enumerate(context.names) if name in (own, own.split(".")[0])}
+        kept = [apart for apart in context.dims.apart if apart.cls in classes]
         reasons = [f"{apart.op} (%{apart.node}) {apart.why}" for apart in kept[:3]]
         return PinError(
             f"no operator splits {name!r}",
@@ -121,18 +121,18 @@ def layout(split: Mapping[str, str | Sequence[str]]) -> NamedLayout:
     return NamedLayout(tuple(rows))
 
 
-def _allowed(subject: Subject, node: Node, wanted: Mapping[int, Axes]) -> dict[int, Axes]:
+def _allowed(context: PinContext, node: Node, wanted: Mapping[int, Axes]) -> dict[int, Axes]:
     """Returns dimension -> axes, as far as a strategy of the node allows, in the given order."""
     split: dict[int, Axes] = {}
     for cls, axes in wanted.items():
-        place = subject.dims.place(node.name, cls)
+        place = context.dims.place(node.name, cls)
         taken = {axis for given in split.values() for axis in given}
         if place is None or taken.intersection(axes):
             continue
-        if not subject.dims.cuts(node.name, place, subject.ways(axes)):
+        if not context.dims.cuts(node.name, place, context.ways(axes)):
             continue
         more = {**split, place: axes}
-        if node.op == "param" or subject.allows(node, _pin(subject, node, more)):
+        if node.op == "param" or context.allows(node, _pin(context, node, more)):
             split = more
     return split
 
@@ -142,6 +142,6 @@ def _led(outer: tuple[int | None, ...], split: Mapping[int, Axes]) -> set[int | 
     return {outer[dim] for dim in split}
 
 
-def _pin(subject: Subject, node: Node, split: Mapping[int, Axes]) -> str:
+def _pin(context: PinContext, node: Node, split: Mapping[int, Axes]) -> str:
     used = {axis for axes in split.values() for axis in axes}
-    return write(node.type.shape, split, subject.axes(tuple(used)))
+    return write(node.type.shape, split, context.axes(tuple(used)))

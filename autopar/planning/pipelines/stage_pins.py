@@ -1,9 +1,9 @@
 """Translates the pins of a model into pins of its stages.
 
 A layout by name means the same in a stage as in the model, and a stage keeps the pins whose names
-it contains. A wording (see `wordings.py`) looks at the model as a whole, in which it finds streams
-and pairs of linears that a cut may separate. Its pins are then translated for each stage, and for
-all equal blocks, to the stage's own names.
+it contains. A pin function (see `pin_functions.py`) looks at the model as a whole, in which it
+finds streams and pairs of linears that a cut may separate. Its pins are then translated for each
+stage, and for all equal blocks, to the stage's own names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import PinError
 from autopar.intra_op.pins.layout_pins import joined, naming
-from autopar.intra_op.pins.wordings import Word, spell_out
+from autopar.intra_op.pins.pin_functions import PinFunction, resolve_pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, prepare
@@ -31,18 +31,20 @@ def stage_pins(
         options: give the user's pins and the rules.
 
     Raises:
-        PinError: a pin names nothing in any stage, or a wording does not apply to the model.
-        MeshError: a wording names an axis that a stage's mesh does not have.
+        PinError: a pin names nothing in any stage, or a pin function does not apply to the model.
+        MeshError: a pin function names an axis that a stage's mesh does not have.
     """
-    plain, wordings = _split(options)
-    if not plain and not wordings:
+    plain, functions = _split(options)
+    if not plain and not functions:
         return [{} for _ in parts]
-    whole = prepare(graph, passes=FINDING) if wordings else graph
+    whole = prepare(graph, passes=FINDING) if functions else graph
     by_mesh: dict[Mesh, dict[str, str]] = {}
     result = []
     for part, mesh in zip(parts, meshes, strict=True):
         if mesh not in by_mesh:
-            by_mesh[mesh] = spell_out(wordings, whole, mesh, options.table, options.state is None)
+            by_mesh[mesh] = resolve_pins(
+                functions, whole, mesh, options.table, options.state is None
+            )
         translated = _translated(by_mesh[mesh], whole, part)
         result.append(joined([naming(part, plain), translated]))
     missing = set(plain) - {key for pins in result for key in pins}
@@ -60,16 +62,16 @@ def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str
 
     Arguments are as for `stage_pins`.
     """
-    plain, wordings = _split(options)
-    if not wordings:
+    plain, functions = _split(options)
+    if not functions:
         return joined([naming(part, plain), {}])
     whole = prepare(graph, passes=FINDING)
-    spelled = spell_out(wordings, whole, mesh, options.table, options.state is None)
-    return joined([naming(part, plain), _translated(spelled, whole, part)])
+    resolved = resolve_pins(functions, whole, mesh, options.table, options.state is None)
+    return joined([naming(part, plain), _translated(resolved, whole, part)])
 
 
-def _split(options: Options) -> tuple[dict[str, str], list[Word]]:
-    """Separates the user's pins into layouts by name and wordings."""
+def _split(options: Options) -> tuple[dict[str, str], list[PinFunction]]:
+    """Separates the user's pins into layouts by name and pin functions."""
     pins = options.pins or ()
     items = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
     plain = joined(item for item in items if isinstance(item, Mapping))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autopar.errors import OptionError, ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
-from autopar.runtime.outer.attendance import Attendance
+from autopar.runtime.outer.membership import Attendance
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.ranks.shared import Lease, Peers
 

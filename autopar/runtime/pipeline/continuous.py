@@ -29,12 +29,12 @@ from autopar.errors import AutoparError
 from autopar.ir.action import COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import ahead, at_period, draining, in_update, versions
 from autopar.runtime.pipeline.group_options import GroupOptions
+from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
 from autopar.runtime.pipeline.tied_copies import Copies
-from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 from autopar.runtime.pipeline.versions import Versions
 from autopar.runtime.ranks.channel import Waiting
 from autopar.runtime.step_parts import WAIT
@@ -307,7 +307,7 @@ class Continuous:
             sums.wait()
 
     def saved(self, put: Put) -> Any:
-        """Returns the state in flight between two steps, on all ranks; see `under_way.py`."""
+        """Returns the state in flight between two steps, on all ranks; see `in_flight_state.py`."""
         self.settle()
         return {
             "period": self._period,

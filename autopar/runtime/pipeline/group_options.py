@@ -83,7 +83,7 @@ class GroupOptions:
     # Checkpoints ---------------------------------------------------------------------------------
 
     def saved(self) -> Any:
-        """Returns the options as plain values; see `under_way.py`."""
+        """Returns the options as plain values; see `in_flight_state.py`."""
         return {"left": self._left, "earlier": self._earlier}
 
     def resume(self, saved: Any) -> None:

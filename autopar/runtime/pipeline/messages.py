@@ -178,7 +178,7 @@ class Post:
         self.finish()
 
     def saved(self, put: Callable[[Tensor], Any]) -> Any:
-        """Returns the messages that have arrived but were not received; see `under_way.py`."""
+        """Returns messages that have arrived but were not received; see `in_flight_state.py`."""
         return [
             [letter.way, letter.microbatch, number, put(piece)]
             for (letter, number), (_, piece) in self._coming.items()

@@ -17,8 +17,8 @@ from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weight, Weights
+from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
 from autopar.runtime.pipeline.split import Later, backward_input
-from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
 from autopar.runtime.runtime import Runtime
 
 Tensors = dict[str, Tensor]

@@ -17,9 +17,9 @@ from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous
+from autopar.runtime.pipeline.in_flight_state import UnderWay
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
-from autopar.runtime.pipeline.under_way import UnderWay
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Peers

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.parameters.shards import Weight
+from autopar.runtime.pipeline.in_flight_state import Get, Put
 from autopar.runtime.pipeline.stage import Stage
-from autopar.runtime.pipeline.under_way import Get, Put
 from autopar.runtime.ranks.channel import Waiting
 
 
@@ -54,7 +54,7 @@ class Sums:
         return cls([_begun(stage, own, weights) for own, weights in together.items()])
 
     def saved(self, stage: Stage, put: Put) -> Any:
-        """Returns the completed sums and their parameters; see `under_way.py`."""
+        """Returns the completed sums and their parameters; see `in_flight_state.py`."""
         every = stage.weights.all
         return [[[every.index(w) for w in part.weights], put(part.total)] for part in self.parts]
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from autopar.errors import CheckpointError
 from autopar.ir.pipeline_step import Adjustment
 from autopar.runtime.parameters.shards import Weight, Weights
-from autopar.runtime.pipeline.under_way import Get, Put, get_all, put_all
+from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
 
 VELOCITY = "velocity"  # in the optimizer's state of a parameter, for checkpoints
 
@@ -197,7 +197,7 @@ class Versions:
     # Checkpoints ---------------------------------------------------------------------------------
 
     def saved(self, put: Put) -> Any:
-        """Returns the versions and the state of pending forwards; see `under_way.py`."""
+        """Returns the versions and the state of pending forwards; see `in_flight_state.py`."""
         return {
             "updates": self.updates,
             "total": self.total,

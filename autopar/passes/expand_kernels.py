@@ -19,7 +19,7 @@ _REST: dict[str, tuple[Arg, ...]] = {"cross_entropy_loss": (None, 2)}  # matched
 _SCALE = 0.7978845608028654  # scale of a written-out GELU: the square root of 2 / π
 
 
-def written(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -> Graph:
+def expand_kernel(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -> Graph:
     """Returns the operators that compute a kernel's first result, each with its saved tensors.
 
     Args:

@@ -1,8 +1,8 @@
 """Functions that express constraints in terms other than layouts, and their conversion to pins.
 
-A wording is any callable that takes a `Subject`, a graph with its mesh, and returns pins by name.
-Those of literature.py are frozen dataclasses. Wordings and plain mappings combine: a plan must
-satisfy the pins of all of them.
+A pin function is any callable that takes a `PinContext`, a graph with its mesh, and returns pins by
+name. Those of literature.py are frozen dataclasses. Pin functions and plain mappings combine: a
+plan must satisfy the pins of all of them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The graph and mesh that a wording is applied to.
+class PinContext:
+    """The graph and mesh that a pin function is applied to.
 
     Attributes:
         graph: normalised, with its repeats; nodes of the first block stand for those of all.
         mesh: the devices.
         rules: rules by operator.
-        stored: whether wordings decide how parameters are stored; False if the user did.
+        stored: whether pin functions decide how parameters are stored; False if the user did.
     """
 
     graph: Graph
@@ -102,8 +102,8 @@ class Subject:
         return any(Pin.parse(text).agrees(option) for option in self._options[node.name])
 
 
-Word = Callable[[Subject], Mapping[str, str]]
-PinsLike = Mapping[str, str] | Word | Sequence[Mapping[str, str] | Word]
+PinFunction = Callable[[PinContext], Mapping[str, str]]
+PinsLike = Mapping[str, str] | PinFunction | Sequence[Mapping[str, str] | PinFunction]
 
 
 def write(
@@ -117,46 +117,48 @@ def write(
     return f"{f'{layout} => ' if stored else ''}{layout} along {', '.join(along)}"
 
 
-def spell_out(
+def resolve_pins(
     pins: PinsLike | None,
     graph: Graph,
     mesh: Mesh,
     rules: Mapping[str, OpRule],
     stored: bool = True,
 ) -> dict[str, str]:
-    """Returns all constraints as pins by name; arguments as in `Subject`.
+    """Returns all constraints as pins by name; arguments as in `PinContext`.
 
     Raises:
-        PinError: a wording does not apply to this model, or is not one.
+        PinError: a pin function does not apply to this model, or is not one.
         MeshError: the mesh has no such axis.
     """
     if pins is None:
         return {}
-    wordings = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
-    subject = Subject(graph, mesh, rules, stored)
+    functions = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
+    context = PinContext(graph, mesh, rules, stored)
     groups = []
-    for word in wordings:
-        if not isinstance(word, Mapping) and not callable(word):
+    for function in functions:
+        if not isinstance(function, Mapping) and not callable(function):
             raise PinError(
-                f"{word!r} is not a pin",
+                f"{function!r} is not a pin",
                 todo="pass mappings of names to layouts, autopar.pins.megatron(...) and the like, "
                 "or autopar.layout(...)",
             )
-        groups.append(_texts(word if isinstance(word, Mapping) else _said(word, subject)))
+        groups.append(
+            _texts(function if isinstance(function, Mapping) else _said(function, context))
+        )
     return joined(groups)
 
 
-def _said(word: Word, subject: Subject) -> object:
-    """Returns the result of a wording; raises PinError where a user's own function fails."""
+def _said(function: PinFunction, context: PinContext) -> object:
+    """Returns the result of a pin function; raises PinError where a user's own function fails."""
     try:
-        return word(subject)
+        return function(context)
     except AutoparError:
         raise
     except Exception as error:  # the user's code may raise anything
         raise PinError(
-            f"the pins {shown(word)} fail",
+            f"the pins {shown(function)} fail",
             why=f"{type(error).__name__}: {error}",
-            todo="pass a function of an autopar.pins.Subject that returns pins by name",
+            todo="pass a function of an autopar.pins.PinContext that returns pins by name",
         ) from error
 
 
