@@ -62,7 +62,8 @@ class BatchFactors:
         factor = _factor(node)
         if factor is None:
             return False
-        rows = {leaf.type.shape[0] for leaf in self.graph.leaves("input") if leaf.type.shape}
+        leaves = (leaf.type for leaf in self.graph.leaves("input"))
+        rows = {kind.shape[0] for kind in leaves if kind.shape and kind.numel}
         return any(
             round(value / count) > 0 and math.isclose(value / count, round(value / count))
             for value in (abs(factor), 1 / abs(factor))
@@ -74,6 +75,11 @@ def _factor(node: Node) -> float | None:
     """Returns the number by which an operator multiplies its only operand; None without one."""
     base = node.op.partition(".")[2].partition(".")[0]
     number = next((one for one in node.args if isinstance(one, (int, float))), 0)
-    if base not in ("mul", "div") or len(node.inputs) != 1 or not number:
+    if (
+        base not in ("mul", "div")
+        or len(node.inputs) != 1
+        or not number
+        or not math.isfinite(number)
+    ):
         return None
     return float(number) if base == "mul" else 1 / number
