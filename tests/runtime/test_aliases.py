@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.pins import Word
+from autopar.pins import PinFunction
 from tests.support.ranks import run_ranks
 
 FAST, SLOW = "cpu: x=4", "cpu[1GFLOP/s 64GiB 1GB/s]: x=4 @10GB/s 1us"
@@ -54,7 +54,7 @@ def diagonal(products: Tensor) -> Tensor:
 class Case:
     make: Callable[[], nn.Module]
     mesh: str = SLOW
-    pins: Word | Mapping[str, str] | None = None
+    pins: PinFunction | Mapping[str, str] | None = None
 
     def train(self, compiled: bool) -> list[Tensor]:
         """Losses and final parameters, of a program or of plain torch."""

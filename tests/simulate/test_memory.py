@@ -19,7 +19,7 @@ from autopar.ir.fusion import ASYNC
 from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
-from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
+from autopar.pins import PinFunction, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.offloading import parse_offload
@@ -33,7 +33,7 @@ from tests.support.memory import Measured, measured_step, simulated_levels
 from tests.support.ranks import run_ranks
 
 FLAT, GRID = "cpu: gpu=4", "cpu: data=2, tensor=2"
-PLANS: dict[str, tuple[str, list[Word]]] = {
+PLANS: dict[str, tuple[str, list[PinFunction]]] = {
     "data parallel": (FLAT, [data_parallel("gpu")]),
     "Megatron": (FLAT, [megatron("gpu")]),
     "batch x tensor": (GRID, [data_parallel("data"), megatron("tensor")]),

@@ -17,7 +17,7 @@ from autopar.capture.capture import Captured
 from autopar.ir.fusion import choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
+from autopar.pins import PinFunction, data_parallel, fsdp, megatron, megatron_sp
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
@@ -118,7 +118,7 @@ class Case:
         return tuple(axis.name for axis in Mesh.parse(self.text).axes if axis.size > 1)
 
     @property
-    def pins(self) -> list[Word]:
+    def pins(self) -> list[PinFunction]:
         """What forces the plan."""
         *batch, tensor = self.axes
         if self.plan in ("data", "zero"):

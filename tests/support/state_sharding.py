@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.pins import Word, data_parallel, megatron
+from autopar.pins import PinFunction, data_parallel, megatron
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_evenly
@@ -119,7 +119,7 @@ class Case:
         return self.make, self.microbatches, precision.compute, observed(self.optimizer).mixes
 
     @property
-    def pins(self) -> list[Word]:
+    def pins(self) -> list[PinFunction]:
         """Data parallelism, with Megatron's beside it if that is asked for."""
         return [data_parallel("node"), megatron("gpu")] if self.tensor else [data_parallel()]
 

@@ -68,9 +68,11 @@ def rounded(part: Tensor) -> Tensor:
     for block in part.reshape(-1).split(256):
         top = block.abs().max()
         top = top if top else torch.full_like(top, 127.0)
-        # A second hop may find numbers just between two steps: they are divided alike.
-        steps = (block * (127 / top) + 0.5).floor()
-        found.append(steps.float() * (top / 127).float())
+        # A second hop may find numbers just between two steps: they are divided alike, by tensors,
+        # since torch divides a number by one in two roundings.
+        most = torch.full_like(top, 127.0)
+        steps = (block * (most / top) + 0.5).floor()
+        found.append(steps.float() * (top / most).float())
     return torch.cat(found).to(part.dtype).view_as(part)
 
 
