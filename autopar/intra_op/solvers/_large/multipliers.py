@@ -104,16 +104,15 @@ class Multipliers:
         self.steps += 1
         forests(priced, self.space, priced.cost, choice, FORESTS, self.seed + self.steps)
 
-    def change(self, choice: Ints, length: float, full: float = 1.0, least: float = LEAST) -> None:
+    def change(self, choice: Ints, length: float, full: float = 1.0) -> None:
         """Changes prices by a factor of at most e^length, towards a share `full` of the limit.
 
-        They rise where the choice holds more, and fall where it holds less. A relative excess of
-        `least` or more changes them by the whole length, unless another one is larger.
+        They rise where the choice holds more, and fall where it holds less.
         """
         if not len(self.room):
             return
         over = (held(self.moves, choice) - full * self.flat.limit) / self.room
-        over /= min(max(float(over.max()), least), MOST)
+        over /= min(max(float(over.max()), LEAST), MOST)
         self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
 
     def prove(self) -> float:

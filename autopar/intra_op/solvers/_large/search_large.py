@@ -21,11 +21,8 @@ PAIRS = 4.0e7  # pairs per second of a step of the prices; both speeds are those
 VISITS = 2.2e8  # pairs per second of kicks
 STEP, KICK = 50_000, 500  # pairs that take the time of a step's and of a kick's other work
 BALL = 25  # matrices visited by a kick, on average
-# Kicks keep within the limit, so prices aim somewhat below it, and at the limit in the end. All
-# memory may be worth several times the cost: what stays free at a price is lost.
-DRIFT = 0.05  # longest change of the prices between two looks at the clock, as a logarithm
-NOTED = 0.005  # relative distance from the aim at which they change by this
-FREE = 0.001  # share of the limit that the first kicks leave free
+DRIFT = 0.01  # longest change of the prices between two looks at the clock, as a logarithm
+FULL = 0.998  # share of the limit that they aim at, since kicks keep within it
 LOOK = 0.05  # seconds between two looks at the clock
 TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
@@ -127,7 +124,7 @@ def _kick(search: Search, best: _Best, choice: Ints) -> None:
         seed = search.seed * STEPS + progress.done // chunk
         record = anneal(moves, walk, record, chunk, heat, seed)
         progress.done += chunk
-        multipliers.change(walk.choice, DRIFT, 1 - FREE * (1 - share), NOTED)
+        multipliers.change(walk.choice, DRIFT, FULL)
         walk.cost[:] = multipliers.cost()
         if share > told + TELL or progress.share() >= 1 or search.done:
             told = share
