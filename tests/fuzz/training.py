@@ -150,6 +150,8 @@ class Training:
         self.session.close()
         if self.settings.again:
             kept = {name: value for name, value in self.options.items() if name in KEPT}
+            if self.settings.again.get("stages") == "auto":  # a search takes whole batches
+                kept.pop("batches", None)
             self.options = {**kept, **self.settings.again}
         self._open()
         self.session.load_checkpoint(path, scheduler=self.scheduler)
