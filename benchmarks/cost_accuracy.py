@@ -83,7 +83,7 @@ class Row:
 
     @property
     def within(self) -> bool | None:
-        """Whether the promise is kept; None if there was none."""
+        """Returns whether the promise is kept; None if there was none."""
         return None if self.tolerance is None else abs(self.error) <= self.tolerance
 
 

@@ -25,7 +25,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Convolved:
-    """How a convolution runs as a product of matrices.
+    """Convolution that runs as a product of matrices.
 
     Attributes:
         result: "forward", or what its gradient is of: "image" or "weight".

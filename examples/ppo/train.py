@@ -77,7 +77,7 @@ def sample(actor: nn.Module, prompts: Tensor, noise: Tensor) -> Tensor:
 
 
 def gains(values: Tensor, rewards: Tensor) -> Tensor:
-    """How much better every word was than foreseen, by generalised advantage estimation."""
+    """Returns how much better every word was than foreseen, by generalised advantages."""
     better = rewards + F.pad(values[:, 1:], (0, 1)) - values
     words = torch.arange(better.shape[1])
     later = words[:, None] - words

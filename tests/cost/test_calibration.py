@@ -153,7 +153,7 @@ def test_views_and_groups_of_one_are_free() -> None:
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6))
 def test_pooling_is_the_nearest_rising_sequence(values: list[float]) -> None:
-    """By the conditions of Karush, Kuhn and Tucker, which decide as the problem is convex."""
+    """The conditions of Karush, Kuhn and Tucker decide, because the problem is convex."""
     found = pooled(values)
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(found))
     for value in set(found):

@@ -1,4 +1,4 @@
-"""What a calibration measures of the host is what plans with an eager host wait for."""
+"""Plans with an eager host wait for as long as a calibration has measured of it."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_values_that_skip_stages_arrive_too(
 
 
 def ends(step: Step) -> bool:
-    """Whether what has to come before what, written as a graph, has no circle."""
+    """Returns whether the graph of which action must precede which has no cycle."""
     graph = networkx.DiGraph()
     links: dict[tuple[int, int], list[object]] = defaultdict(list)
     for rank, row in enumerate(step.rows):

@@ -61,7 +61,7 @@ REASONS = (
 
 @dataclass
 class Verdict:
-    """What became of one operator's samples.
+    """Results of one operator's samples.
 
     Attributes:
         name: as torch names it, with its variant.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from autopar.capture.stand_ins.dropout import TODO, WHY
+from autopar.capture.stand_ins.dropout import dropout_error
 from autopar.errors import CaptureError
 from autopar.operators.activation import ACTIVATIONS
 from autopar.operators.model_calls.mixture_call import mixture
@@ -20,8 +20,7 @@ from autopar.operators.model_calls.mixture_call import mixture
 def refused(name: str, why: str = "how many rows an expert has depends on values") -> CaptureError:
     """Returns the error of a call that is not part of a mixture."""
     if name == "dropout":
-        where = "dropout of the rows of an expert, in a loop over experts"
-        return CaptureError(where, why=WHY, todo=TODO)
+        return dropout_error("the rows of an expert, in a loop over experts")
     return CaptureError(
         f"{name} of the rows of an expert, in a loop over experts",
         why=f"{why}; supported are two or three products, elementwise functions, and a weight",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from autopar.capture.stand_ins.dropout import TODO, WHY, drops
+from autopar.capture.stand_ins.dropout import dropout_error, drops
 from autopar.errors import CaptureError
 
 # Row-wise functions of one operand, and of several operands.
@@ -301,7 +301,7 @@ def _refused(
     name: str, why: str = "how many rows a mask selects depends on its values"
 ) -> CaptureError:
     if name == "dropout":
-        return CaptureError(f"{name} of the rows that a mask selects, x[mask]", why=WHY, todo=TODO)
+        return dropout_error("the rows that a mask selects, x[mask]")
     return CaptureError(
         f"{name} of the rows that a mask selects, x[mask]",
         why=f"{why}; only row-wise operations, sums, means and losses are supported",

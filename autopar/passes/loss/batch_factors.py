@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import AutoparError
+from autopar.ir.executed.library_kernels import base
 from autopar.ir.graph import Graph, Node
 from autopar.passes.loss.means import is_whole_mean
 
@@ -73,13 +74,9 @@ class BatchFactors:
 
 def _factor(node: Node) -> float | None:
     """Returns the number by which an operator multiplies its only operand; None without one."""
-    base = node.op.partition(".")[2].partition(".")[0]
-    number = next((one for one in node.args if isinstance(one, (int, float))), 0)
-    if (
-        base not in ("mul", "div")
-        or len(node.inputs) != 1
-        or not number
-        or not math.isfinite(number)
-    ):
+    if base(node.op) not in ("mul", "div") or len(node.inputs) != 1:
         return None
-    return float(number) if base == "mul" else 1 / number
+    number = next((one for one in node.args if isinstance(one, (int, float))), 0)
+    if not number or not math.isfinite(number):
+        return None
+    return float(number) if base(node.op) == "mul" else 1 / number

@@ -7,7 +7,7 @@ defaults, so that a call generates the tokens that `model.generate` does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -15,24 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import OptionError
-from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Or, Row, Whole, checked
+from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, Row, Whole, checked
 from autopar.session.generation.processors import Processor, Processors
 
-
-class _Function:
-    """A function."""
-
-    def __call__(self, value: Any, /) -> Processor:
-        """Returns the function; ValueError for anything else."""
-        if not callable(value):
-            raise ValueError(f"{self} is expected")
-        function: Processor = value
-        return function
-
-    def __str__(self) -> str:
-        return "a function of tokens and scores"
-
-
+_FUNCTION = Of((Callable,), "a function of tokens and scores")  # type: ignore[arg-type]
 _TOKEN = Whole(0, 2**31)
 _CHECKS: dict[str, Check] = {
     "do_sample": Or((NOTHING, FLAG)),
@@ -45,7 +31,7 @@ _CHECKS: dict[str, Check] = {
     "max_new_tokens": Or((NOTHING, Whole(1, 2**31))),
     "decoder_start_token_id": Or((NOTHING, _TOKEN)),
     "repetition_penalty": Or((NOTHING, Number(0, 1e30, above=True))),
-    "logits_processor": Or((NOTHING, Row(_Function()))),
+    "logits_processor": Or((NOTHING, Row(_FUNCTION))),
 }
 _DEFAULTS: dict[str, Any] = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,
