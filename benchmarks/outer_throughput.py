@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -65,31 +66,30 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
         late = time.perf_counter() - began > 2 * seconds and number > 1
         steady = session.rounds.number >= SETTLED and session.rounds.tau == tau
         settling = not _first_says(late or steady)
-    dist.barrier()
-    steps, going, taus = 0, True, list[int]()
+    length = session.rounds.tau if apart else 16
     began = time.perf_counter()
-    while going:
-        number = session.rounds.number if apart else 0
+    for _ in range(length):
         session.step(**batch)
-        steps += 1
-        if (not apart and steps % 4 == 0) or (apart and session.rounds.number > number):
-            taus.append(session.rounds.tau if apart else 1)
-            going = time.perf_counter() - began < seconds
-            going = going if name == ALONE else _first_says(going)
-    spent, made = torch.tensor(time.perf_counter() - began), torch.tensor(float(steps))
-    for number_of in (spent, made):
-        dist.all_reduce(number_of)
-    row = {"method": name, "tau": max(taus), "samples_per_s": round(ROWS * float(made / spent), 2)}
+    steps = length * _first_says(math.ceil(seconds / (time.perf_counter() - began)))
+    dist.barrier()
+    taus, began = list[int](), time.perf_counter()
+    for _ in range(steps):  # nothing but the method itself makes the hosts wait for each other
+        session.step(**batch)
+        taus.append(session.rounds.tau if apart else 1)
+    spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(spent)
+    speed = ROWS * steps * dist.get_world_size() / float(spent)
+    row = {"method": name, "tau": max(taus), "samples_per_s": round(speed, 2)}
     row["waited_ms"] = round(1e3 * session.rounds.waited, 2) if apart else 0.0
     session.close()
     return row
 
 
-def _first_says(value: bool) -> bool:
-    """Returns the first rank's answer on all ranks."""
-    said = torch.tensor(float(value))
+def _first_says(value: int) -> int:
+    """Returns the first rank's number on all ranks."""
+    said = torch.tensor(int(value))
     dist.broadcast(said, 0)
-    return bool(said)
+    return int(said)
 
 
 def worker(rate: str, seconds: float, repeats: int, out: str, methods: Sequence[str]) -> None:
