@@ -9,32 +9,26 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
-from autopar.codegen.emit import emit
 from autopar.errors import PlanError, ProgramError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
-from autopar.intra_op import legal
 from autopar.intra_op.node_choices import input_layout
-from autopar.ir.graph import COUNTS, Graph
+from autopar.ir.graph import COUNTS
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
-from autopar.lower.lowered_text import format_lowered
-from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.wiring import wiring_of
-from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
@@ -44,7 +38,7 @@ from autopar.runtime.outer.local_updates import LocalUpdates
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
-from autopar.runtime.ranks.processes import local_device
+from autopar.runtime.ranks.processes import from_first_rank, local_device
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.trained import Program
@@ -53,6 +47,7 @@ from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled_folder import Contents
 from autopar.session.padding import Padding
+from autopar.session.sources import graphs_of, sources_of
 
 _COLUMNS = 88  # width of the schedule's picture
 
@@ -114,20 +109,23 @@ class Compiled:
             PlanMismatchError: the plan is for another model or mesh.
             PlanError: the rules do not allow a layout.
         """
-        sources = []
-        prices = {stage.mesh: cost_model(stage.mesh, options).collective for stage in plan.stages}
-        for number, graph in enumerate(graphs_of(captured.graph, plan)):
-            stage = plan.stages[number]
-            stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
-            legal.check(graph, stage, options.table)
-            program = lower(graph, stage, prices[stage.mesh])
-            source = emit(graph, stage, prices[stage.mesh], program)
-            before = f"stage_{number}_" if plan.is_pipeline else ""
-            trace(f"{before}lower.txt", partial(format_lowered, program, graph))
-            name = f"stage_{number}.py" if plan.is_pipeline else "program.py"
-            trace(name, lambda source=source: source)  # type: ignore[misc]
-            sources.append(source)
-        return cls(plan, captured, tuple(sources), facts or {})
+        return cls(plan, captured, sources_of(captured.graph, plan, options, trace), facts or {})
+
+    @classmethod
+    def of_all_ranks(
+        cls,
+        captured: Captured,
+        plan: Plan,
+        options: Options,
+        trace: Trace,
+        facts: Mapping[str, str] | None = None,
+    ) -> Compiled:
+        """Acts as `of`; the first rank checks the plan and emits the programs for all ranks.
+
+        Every rank calls it, and raises the errors of the first one.
+        """
+        sources = from_first_rank(lambda: sources_of(captured.graph, plan, options, trace))
+        return cls(plan, captured, sources, facts or {})
 
     @property
     def source(self) -> str:
@@ -294,11 +292,6 @@ class Compiled:
         code = zlib.crc32(source.encode())
         where = f"stage {number}" if self.plan.is_pipeline else str(self.plan.mesh)
         return printable(f"<autopar {self.captured.graph.name}, {where}, {code:08x}>")
-
-
-def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
-    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut."""
-    return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)
 
 
 def groups_of(plan: Plan) -> int:

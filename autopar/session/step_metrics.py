@@ -22,7 +22,8 @@ from autopar.intra_op.work.model_flops import model_flops
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.trained import Program
-from autopar.session.compiled import Compiled, graphs_of
+from autopar.session.compiled import Compiled
+from autopar.session.sources import graphs_of
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def compile_pair(
     else:
         plans = _searched(compiler, both, sizes, options, first)
     prefill, decode = (
-        Compiled.of(replace(each, graph=graph), plan.on(compiler.mesh), options, Trace(None))
+        Compiled.of_all_ranks(
+            replace(each, graph=graph), plan.on(compiler.mesh), options, Trace(None)
+        )
         for each, (graph, plan) in zip(both, plans, strict=True)
     )
     return prefill, decode
