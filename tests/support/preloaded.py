@@ -6,6 +6,7 @@ first plan load.
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 from autopar.ir.mesh import Mesh
@@ -15,6 +16,11 @@ from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from tests.support import models
 
+for name in (
+    "compile", "operators.kernels", "planning.frontier", "runtime.api", "runtime.recompute",
+    "session.compiler", "session.evaluation", "session.generation.pair",
+):  # fmt: skip
+    importlib.import_module(f"autopar.{name}")
 model, batch = models.gpt2(layers=1)
 captured = capture_graph(model, (), batch, Options(), Trace(None))
 made = make_plan(captured.graph, Mesh.parse("cpu: gpu=4"), Options(), Trace(None))
