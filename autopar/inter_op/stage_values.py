@@ -23,6 +23,7 @@ class Candidate:
         recompute: recomputation of blocks, "none" or "full".
         sums: seconds of gradient synchronisation that overlaps with later steps.
         sent: seconds of collectives per microbatch, in `forward` and `backward`.
+        again: seconds of the recomputation in `backward`; both halves of a split backward need it.
     """
 
     forward: float
@@ -35,6 +36,7 @@ class Candidate:
     recompute: str = "none"
     sums: float = 0.0
     sent: float = 0.0
+    again: float = 0.0
 
     @property
     def seconds(self) -> float:

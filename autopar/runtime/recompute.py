@@ -6,14 +6,16 @@ hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -55,16 +57,30 @@ def repeatable(
     return run
 
 
-class _OfProducts(TorchDispatchMode):
-    """Restricts one of torch's two contexts to products and attention.
+@dataclass
+class _Results:
+    """Results of the products and attention of a block, in order, by operator.
 
-    torch compares the operators of a block with those of its recomputation; parameters of other
-    blocks that are gathered meanwhile differ between the two.
+    Attributes:
+        keeps: whether the next product is kept; it is asked once for each, in the first run.
+        of: the results of each operator; None where it is computed again.
     """
 
-    def __init__(self, context: Any) -> None:
+    keeps: Callable[[], bool]
+    of: dict[Any, list[Any]] = field(default_factory=dict)
+
+
+class _First(TorchDispatchMode):
+    """The context of a block's first run: keeps results of products and attention.
+
+    Only of those, since other operators may differ between the two runs: those that gather
+    parameters of other blocks meanwhile. torch's own contexts compare all operators, and give each
+    result once. The halves of a split backward recompute a block twice.
+    """
+
+    def __init__(self, results: _Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._context = context
+        self._results = results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -74,16 +90,49 @@ class _OfProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns the operator's result, computed now or saved in the forward."""
-        given: Mapping[str, Any] = kwargs or {}
+        """Returns the operator's result, and keeps it if it is a product that is kept."""
+        out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            kept = tree_map(_detached, out) if self._results.keeps() else None
+            self._results.of.setdefault(func, []).append(kept)
+        return out
+
+
+class _Again(TorchDispatchMode):
+    """The context of a block's recomputation: gives the results that the first run kept."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results, self._count = results, Counter[Any]()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns the same as torch's own contexts."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._count.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Returns the operator's result, computed now or kept in the first run."""
         if func not in PRODUCTS:
-            return func(*args, **given)
-        return self._context.__torch_dispatch__(func, types, args, given)
+            return func(*args, **(kwargs or {}))
+        number = self._count[func]
+        self._count[func] += 1
+        kept = self._results.of[func][number]
+        return func(*args, **(kwargs or {})) if kept is None else tree_map(_detached, kept)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def keep_products() -> Contexts:
     """Returns contexts for a block and its recomputation that run products and attention once."""
-    return _contexts(lambda _again: True)
+    return _contexts(lambda: True)
 
 
 def keeping(*kept: bool) -> Callable[[], Contexts]:
@@ -94,17 +143,12 @@ def keeping(*kept: bool) -> Callable[[], Contexts]:
     """
 
     def contexts() -> Contexts:
-        left = {again: iter(kept) for again in (False, True)}
-        return _contexts(lambda again: next(left[again]))
+        left = iter(kept)
+        return _contexts(lambda: next(left))
 
     return contexts
 
 
-def _contexts(keeps: Callable[[bool], bool]) -> Contexts:
-    def policy(context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if keeps(context.is_recompute):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.MUST_RECOMPUTE
-
-    first, again = create_selective_checkpoint_contexts(policy)
-    return _OfProducts(first), _OfProducts(again)
+def _contexts(keeps: Callable[[], bool]) -> Contexts:
+    results = _Results(keeps)
+    return _First(results), _Again(results)

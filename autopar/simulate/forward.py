@@ -24,7 +24,7 @@ from autopar.simulate.backward import Block, Computed, Entry, Operator, Products
 from autopar.simulate.buffers import Buffer, Recorder, Value
 from autopar.simulate.parameter import Used
 from autopar.simulate.parameter_tasks import Weights
-from autopar.simulate.task import Cause
+from autopar.simulate.task import AGAIN, Cause
 from autopar.stage_plan import StagePlan
 
 _NO_WORK = NodeWork()
@@ -318,7 +318,7 @@ class Forward:
         return self.recorder.allocate("temporary", name, 0.0) if kept is None else kept
 
     def _title(self, name: str) -> str:
-        return f"{name} again" if self.twice is not None and self.twice.second else name
+        return f"{name}{AGAIN}" if self.twice is not None and self.twice.second else name
 
     def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
         recorder, step = self.recorder, line.step

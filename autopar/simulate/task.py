@@ -17,6 +17,7 @@ Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exch
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 COMPUTE = "compute"
 HOST = ("to the host", "from the host")
+AGAIN = " again"  # ends the names of tasks that recompute a block
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Task:
     frees: tuple[str, ...] = ()
     cause: Cause = ""
     share: float = 1.0
+
+    @property
+    def is_recomputation(self) -> bool:
+        """Returns whether a block that the forward has computed is computed again."""
+        return self.phase == "backward" and self.name.endswith(AGAIN)
 
 
 def alive_after(tasks: Sequence[Task], phase: Phase) -> dict[str, float]:

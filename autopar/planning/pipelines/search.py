@@ -276,16 +276,20 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
         for _, at, number in places
     ]
     updates = 0 if rows.flushes else count // taken(rows)
+    halves = [
+        (chunk.candidate.backward + (chunk.candidate.again if rows.splits_backward else 0.0)) / 2
+        for chunk, _ in order
+    ]
     stage_costs = [
         StageCost(
             chunk.candidate.forward,
-            chunk.candidate.backward / 2,
-            chunk.candidate.backward / 2,
+            half,
+            half,
             chunk.candidate.per_microbatch,
             update=chunk.candidate.once / updates if updates else 0.0,
             sums=chunk.candidate.sums,
         )
-        for chunk, _ in order
+        for (chunk, _), half in zip(order, halves, strict=True)
     ]
     hops = [
         transfer(behind.first, before_part, behind_part, count) / 2

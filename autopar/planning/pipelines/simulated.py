@@ -62,6 +62,7 @@ class StageFigures:
         transient: additional bytes while a microbatch computes.
         arriving: seconds of the messages of one microbatch from earlier stages.
         returning: those of the gradients that it sends back.
+        again: seconds of the recomputation in `backward`; both halves of a split backward need it.
     """
 
     forward: float
@@ -73,6 +74,7 @@ class StageFigures:
     transient: float
     arriving: float = 0.0
     returning: float = 0.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _costs(
             price = prices(stage.mesh).collective
             now, late = late_sums(graph, stage, schedule.outer, price)
             update = own.optimizer + now
-        half = own.backward / 2
+        half = (own.backward + (own.again if schedule.splits_backward else 0.0)) / 2
         costs.append(StageCost(own.forward, half, half, own.kept, update=update, sums=late))
     return costs
 
@@ -193,9 +195,11 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     timeline = run(step, model, chip.slowdown)
     issued = issued_seconds(step, settings.host)
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
+    again = 0.0
     for span in timeline.spans:
         task = span.task
         seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
+        again += span.seconds if task.is_recomputation else 0.0
     fixed, kept = fixed_bytes(step), kept_bytes(step)
     overlapped = "gradient" in usual.overlap
     slowdown = chip.slowdown if overlapped else 2.0
@@ -208,6 +212,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         fixed,
         kept,
         max(timeline.memory.peak - fixed - kept, 0.0),
+        again=again,
     )
 
 

@@ -153,6 +153,7 @@ class StageProblem:
             recompute=self.recompute,
             sums=reduced if self.late else 0.0,
             sent=max(sent, 0.0),
+            again=again + (max(sent, 0.0) / 3 if self.recompute == "full" else 0.0),
         )
 
 
