@@ -17,16 +17,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
+from tests.support.stale_weights import METHODS
 
 WIDTH, WORDS, LENGTH = 8, 12, 6
 IGNORED = -100
-STEPS = 4
+STEPS, LOCAL_STEPS = 4, 6
 
 MESHES = {"cpu: x=2": (2,), "cpu: x=4": (2, 4), "cpu: x=3": (3,), "cpu: x=2, y=2": (2,)}
+# Devices of a replica, and numbers of stages that they can be.
+REPLICATED = {
+    "cpu: node=2, x=1": (), "cpu: node=3, x=1": (), "cpu: node=2, x=2": (2,),
+    "cpu: x=2, node=2": (2,),
+}  # fmt: skip
+OUTER = (
+    "local over node, tau={}",
+    "slowmo over node, tau={}, beta=0.6, rate=0.9",
+    "overlap over node, tau={}, alpha=0.5, beta=0.3",
+    "co2 over node, tau={}, beta=0.4, clip=0.002, penalty=rate",
+    "co2 over node, tau={}, beta=0.4, clip=off, penalty=off",
+    "co2 over node, tau={}, beta=0.4, clip=0.002, penalty=rate, origin=round",
+    "diloco over node, tau={}, rate=0.8, beta=0.7",
+)
 SCHEDULES = (
     "1f1b", "1f1b", "gpipe", "naive", "eager_1f1b", "interleaved_1f1b chunks=2", "zb_h1", "zb_h2",
     "zb_v", "chimera", "dualpipe_v",
 )  # fmt: skip
+STALE = ("pipedream", "few", "vertical", "2bw", "bounded")  # whose backward runs as its forward
 TWICE = ("interleaved_1f1b", "zb_v", "dualpipe_v")  # two stages on every part of the mesh
 STATES = (None, None, "ddp", "zero1", "zero2", "zero3", "zero3, kept")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -132,6 +148,7 @@ class Words(nn.Module):
         raise ValueError(kind)
 
 
+MEANS = ("mean", "smoothed", "regularised", "named", "two")  # every microbatch has its own
 LOSSES = ("mean", "smoothed", "weighted", "sum", "regularised", "masked", "of rows", "scaled",
           "named", "shifted", "two")  # fmt: skip
 
@@ -148,7 +165,7 @@ class Settings:
         saved: the step before which the session is saved and replaced by a new one; 0 for never.
         again: options of the second session.
         evaluated: whether an evaluation runs between the steps.
-        local: whether ranks pass their own parts.
+        method: of `METHODS`, by which a pipeline does not wait for its updates.
     """
 
     seed: int
@@ -162,39 +179,91 @@ class Settings:
     saved: int = 0
     again: dict[str, Any] = field(default_factory=dict)
     evaluated: bool = False
+    method: str = ""
 
     @classmethod
     def of(cls, seed: int) -> Settings:
         """Returns the settings of a seed."""
         draw = random.Random(seed)
-        model = {
-            "blocks": draw.choice((2, 2, 4)),
-            "attention": draw.random() < 0.5,
-            "norm": draw.choice(("layer", "rms")),
-            "dropout": draw.choice((0.0, 0.0, 0.0, 0.2)),
-            "tied": draw.random() < 0.3,
-            "frozen": draw.choice(("", "", "", "position", "up", "embed", "blocks.0.")),
-            "loss": draw.choice(LOSSES),
-        }
+        model = described(draw)
         mesh = draw.choice(list(MESHES))
         rows = draw.choice((12, 12, 24))
         many = [rows] * STEPS
-        options = dict(_divided(draw, mesh))
+        options = dict(divided(draw, MESHES[mesh]))
         if draw.random() < 0.25:
             local = "batches" in options
             many[2] = 36 if local else draw.choice((rows // 2, rows - 3, 1, rows + 5, 2))
             options["shapes"] = 3
-        options |= dict(_updated(draw))
+        options |= dict(updated(draw))
         saved = draw.choice((0, 0, 2, 3))
         again = {}
         if saved:
-            again = dict(_divided(draw, mesh)) if draw.random() < 0.6 else {}
+            again = dict(divided(draw, MESHES[mesh])) if draw.random() < 0.6 else {}
         if any({"stages", "accumulate"} & given.keys() for given in (options, again)):
             model["dropout"] = 0.0  # every microbatch draws by itself
         return cls(
             seed, mesh, model, tuple(many), draw.choice(list(OPTIMIZERS)), options,
             draw.random() < 0.3, draw.random() < 0.3, saved, again, draw.random() < 0.3,
         )  # fmt: skip
+
+    @classmethod
+    def apart(cls, seed: int) -> Settings:
+        """Returns settings of a seed in which replicas train apart."""
+        draw = random.Random(seed)
+        model, mesh = described(draw), draw.choice(list(REPLICATED))
+        count = Mesh.parse(mesh).axis_size("node")
+        rows = count * draw.choice((4, 6, 12))
+        many = [rows] * LOCAL_STEPS
+        options = dict(divided(draw, REPLICATED[mesh])) | dict(updated(draw))
+        options["outer"] = draw.choice(OUTER).format(draw.choice((1, 2, 2, 3)))
+        if draw.random() < 0.25:
+            local = "batches" in options
+            many[2] = 2 * rows if local else count * draw.choice((1, 2, 5, 7))
+            options["shapes"] = 3
+        saved = draw.choice((0, 0, 2, 3))
+        again = {}
+        if saved and draw.random() < 0.6:
+            again = dict(divided(draw, REPLICATED[mesh]))
+        if any({"stages", "accumulate"} & given.keys() for given in (options, again)):
+            model["dropout"] = 0.0
+        return cls(
+            seed, mesh, model, tuple(many), draw.choice(list(OPTIMIZERS)), options,
+            draw.random() < 0.3, draw.random() < 0.3, saved, again, draw.random() < 0.3,
+        )  # fmt: skip
+
+    @classmethod
+    def stale(cls, seed: int) -> Settings:
+        """Returns settings of a seed in which stages do not wait for each other."""
+        draw = random.Random(seed)
+        model = {**described(draw), "dropout": 0.0, "loss": draw.choice(MEANS)}
+        mesh = draw.choice(list(MESHES))
+        method = draw.choice(STALE)
+        model["tied"] = model["tied"] and method not in ("pipedream", "few")
+        options = {
+            "stages": draw.choice(MESHES[mesh]),
+            "schedule": METHODS[method].schedule,
+            "microbatches": METHODS[method].microbatches,
+            "allow": "stale gradients",
+        }
+        if draw.random() < 0.6:
+            options["state"] = draw.choice(("ddp", "zero1", "zero2"))
+        if draw.random() < 0.3:
+            options["recompute"] = draw.choice(("full", "selective", "full 1", "none"))
+        options |= dict(updated(draw))
+        return cls(
+            seed, mesh, model, (draw.choice((8, 16)),) * LOCAL_STEPS,
+            draw.choice(list(OPTIMIZERS)), options, draw.random() < 0.3, draw.random() < 0.3,
+            draw.choice((0, 0, 2, 3)), {}, draw.random() < 0.3, method,
+        )  # fmt: skip
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of replicas that train apart, 1 if none do."""
+        return Mesh.parse(self.mesh).axis_size("node") if "outer" in self.options else 1
+
+    def replica_of(self, rank: int) -> int:
+        """Returns the replica of a rank."""
+        return Mesh.parse(self.mesh).coordinate(rank)["node"] if self.replicas > 1 else 0
 
     def made(self) -> Words:
         """Returns the model."""
@@ -214,18 +283,32 @@ class Settings:
             words = torch.randint(WORDS, (rows, LENGTH), generator=draw)
             labels = torch.randint(WORDS, (rows, LENGTH), generator=draw)
             lengths = torch.randint(2, LENGTH + 1, (rows, 1), generator=draw)
-            labels[torch.arange(LENGTH) >= lengths] = IGNORED
+            if not self.method:  # every microbatch of one that does not wait has a mean of its own
+                labels[torch.arange(LENGTH) >= lengths] = IGNORED
             scale = torch.rand(rows, generator=draw).double() + 0.1
             yield {"words": words, "labels": labels, "scale": scale}
 
 
-def _divided(draw: random.Random, mesh: str) -> Iterator[tuple[str, Any]]:
+def described(draw: random.Random) -> dict[str, Any]:
+    """Returns arguments of a model."""
+    return {
+        "blocks": draw.choice((2, 2, 4)),
+        "attention": draw.random() < 0.5,
+        "norm": draw.choice(("layer", "rms")),
+        "dropout": draw.choice((0.0, 0.0, 0.0, 0.2)),
+        "tied": draw.random() < 0.3,
+        "frozen": draw.choice(("", "", "", "position", "up", "embed", "blocks.0.")),
+        "loss": draw.choice(LOSSES),
+    }
+
+
+def divided(draw: random.Random, parts: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yields options of the plan."""
     kind = draw.choice(("plain", "plain", "stages", "stages", "auto", "accumulate"))
-    if kind == "stages":
-        parts, schedule = draw.choice(MESHES[mesh]), draw.choice(SCHEDULES)
+    if kind == "stages" and parts:
+        stages, schedule = draw.choice(parts), draw.choice(SCHEDULES)
         twice = any(name in schedule for name in TWICE)
-        yield "stages", parts * 2 if twice else parts
+        yield "stages", stages * 2 if twice else stages
         yield "microbatches", draw.choice((2, 4, 6, 12)) if twice else draw.choice((1, 2, 3, 4, 6))
         yield "schedule", schedule
     elif kind == "auto":
@@ -244,7 +327,7 @@ def _divided(draw: random.Random, mesh: str) -> Iterator[tuple[str, Any]]:
         yield "batches", "local"
 
 
-def _updated(draw: random.Random) -> Iterator[tuple[str, Any]]:
+def updated(draw: random.Random) -> Iterator[tuple[str, Any]]:
     """Yields options of the update."""
     if draw.random() < 0.4:
         yield "clip_norm", draw.choice((0.05, 0.5, 100.0))

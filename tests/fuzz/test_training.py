@@ -22,6 +22,11 @@ FOUND = [
     ),
     # The third stage has the tied head, and an odd batch runs as one microbatch.
     Settings(-2, "cpu: x=4", WORDS, (12, 13), "sgd", {"stages": 4, "microbatches": 2, "shapes": 2}),
+    # Both halves of a split backward recompute the blocks of their stage.
+    Settings(
+        -3, "cpu: x=2", {**WORDS, "blocks": 4}, (12,) * 2, "sgd",
+        {"stages": 2, "microbatches": 3, "schedule": "zb_h1", "recompute": "selective"},
+    ),
 ]  # fmt: skip
 
 
@@ -39,11 +44,15 @@ def test_what_once_was_wrong_is_right() -> None:
     assert not any(said.values()), said
 
 
-def test_random_settings_train_like_one_process() -> None:
-    check([Settings.of(seed) for seed in range(QUICK)])
+@pytest.mark.parametrize("kind", ["of", "apart", "stale"])
+def test_random_settings_train_like_one_process(kind: str) -> None:
+    make = getattr(Settings, kind)
+    check([make(seed) for seed in range(QUICK)])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["of", "apart", "stale"])
 @pytest.mark.parametrize("first", range(QUICK, ALL, TOGETHER))
-def test_hundreds_of_random_settings_train_like_one_process(first: int) -> None:
-    check([Settings.of(seed) for seed in range(first, min(first + TOGETHER, ALL))])
+def test_hundreds_of_random_settings_train_like_one_process(first: int, kind: str) -> None:
+    make = getattr(Settings, kind)
+    check([make(seed) for seed in range(first, min(first + TOGETHER, ALL))])
