@@ -14,6 +14,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
+_PATIENCE = 10.0  # seconds
 Tell = Callable[[BaseException | None], None]
 
 
@@ -23,11 +24,14 @@ class Ending:
     Args:
         tell: a bound method, whose object is not kept alive.
         thread: returns the identity of the training thread.
+        watcher: a thread that must end before the process does.
     """
 
-    def __init__(self, tell: Tell, thread: Callable[[], int | None]) -> None:
+    def __init__(
+        self, tell: Tell, thread: Callable[[], int | None], watcher: threading.Thread
+    ) -> None:
         self._tell = weakref.WeakMethod(tell)
-        self._thread = thread
+        self._thread, self._watcher = thread, watcher
         self.over = False
         self._last: Finalize[None] | None = None
         self._process = os.getpid()  # not a fork of it
@@ -62,6 +66,7 @@ class Ending:
         error = sys.exc_info()[1]
         self._say(None if isinstance(error, SystemExit) else error)
         self._say(None)
+        self._watcher.join(_PATIENCE)
 
     def _say(self, error: BaseException | None) -> None:
         tell = self._tell()
@@ -69,9 +74,12 @@ class Ending:
             tell(error)
 
     def close(self) -> None:
-        """Removes the hooks, or disables them where others are chained to them."""
+        """Removes the hooks, or disables them where others are chained to them.
+
+        If the watcher itself calls this, the end of the process still waits for it.
+        """
         self.over = True
-        if self._last is not None:
+        if self._last is not None and threading.current_thread() is not self._watcher:
             self._last.cancel()
         while True:
             hook = getattr(sys.excepthook, "__self__", None)

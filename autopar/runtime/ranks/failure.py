@@ -141,7 +141,9 @@ class Watch:
         """Ends the thread, which also ends with the process. A later step starts another."""
         if self._thread is not None:
             self._thread = None
-            self._end()
+            if (known := self._end.detach()) is not None:  # while Python ends, it does not run
+                _, end, given, _ = known
+                end(*given)
 
     def tell(self, error: BaseException | None) -> None:
         """Reports that this process ends with an error between steps, or with none."""
@@ -174,7 +176,7 @@ class Watch:
         self._thread.name = "autopar-watch"
         self._thread.start()
         recorder = self._peers.recorder
-        ending = Ending(self.tell, lambda: recorder.thread)
+        ending = Ending(self.tell, lambda: recorder.thread, self._thread)
         # A thread that returns from C++ while the interpreter shuts down would crash it.
         self._end = weakref.finalize(self, _end, self._thread, closed, ending)
         self._end.atexit = False  # `tell` is called at exit

@@ -262,6 +262,30 @@ def test_the_thread_does_not_disturb_the_end_of_a_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+ITS_END = """
+import threading
+from multiprocessing.util import Finalize
+import torch.distributed as dist
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.pace import Pace
+
+store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+watch = Watch(store.clone(), 0, 2, pace=Pace(interval=1e-4, grace=0.1))
+watch.start()
+thread = watch._thread
+Finalize(None, lambda: print(thread.is_alive()), exitpriority=0)  # runs after that of the watch
+"""
+
+
+@pytest.mark.parametrize("last", ["", "del watch"])
+def test_the_thread_ends_before_the_program(last: str) -> None:
+    """If the interpreter goes first, a thread that returns from C++ aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ITS_END + last], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
 def test_alone_there_is_nothing_to_watch() -> None:
     watch = Watch.over((0,))
     before = threading.active_count()
