@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,30 @@ def forking() -> Iterator[ForkServerContext]:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
+@contextmanager
+def shared_captures() -> Iterator[None]:
+    """Lets the first rank capture for all, which takes most of the time of a small model's ranks.
+
+    autopar itself captures on every rank, and compares the graphs.
+    """
+    compiler = importlib.import_module("autopar.session.compiler")
+    alone = compiler.capture_parts
+
+    def together(*args: Any) -> Any:
+        return compiler.from_first_rank(lambda: alone(*args))
+
+    with patch.object(compiler, "capture_parts", together):
+        yield
+
+
 def _rank(
-    rank: int, count: int, folder: str, patience: timedelta, function: Callable[..., Any], args: Any
+    rank: int,
+    count: int,
+    folder: str,
+    patience: timedelta,
+    captures: bool,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -48,7 +72,8 @@ def _rank(
         world_size=count,
         timeout=patience,
     )
-    result = function(*args)
+    with nullcontext() if captures else shared_captures():
+        result = function(*args)
     torch.save(result, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -60,14 +85,16 @@ def run_ranks(
     count: int = 4,
     start: str = "forkserver",
     patience: timedelta = timedelta(minutes=1),
+    captures: bool = False,
 ) -> list[Any]:
     """What `function(*args)` returns on each of `count` ranks, in rank order.
 
     The function must be importable (defined at the top of a module). An exception on a rank stops
     the others and is raised here with that rank's traceback. `start="spawn"` takes seconds longer
     and gives every rank an interpreter of its own, as launchers do, whose sets have other orders.
+    With `captures` every rank captures its models itself, as always with spawned ones.
     """
     with tempfile.TemporaryDirectory() as folder, forking():
-        given = (count, folder, patience, function, args)
+        given = (count, folder, patience, captures or start == "spawn", function, args)
         start_processes(_rank, given, nprocs=count, start_method=start)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]

@@ -237,7 +237,7 @@ def captured_apart() -> str:
 
 
 def test_a_difference_in_python_state_is_shown_by_the_line_of_the_graph() -> None:
-    first, second = run_ranks(captured_apart, count=2)
+    first, second = run_ranks(captured_apart, count=2, captures=True)
     assert first == second
     assert "the captured graph" in first
     assert "1.0" in first
