@@ -21,7 +21,7 @@ from autopar.planning.capturing import Call
 from autopar.planning.frontier import fastest_together
 from autopar.planning.generation.serving import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
-from autopar.planning.local_rounds import apart
+from autopar.planning.local_rounds import with_local_rounds
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import check_prices, limit_of
@@ -123,7 +123,7 @@ def plan(
     part, inside = call, outer.within(devices)
     if asked.batches == GLOBAL:
         part = call.part_of(outer.count(devices))
-    return apart(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
+    return with_local_rounds(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
 
 
 def plan_together(

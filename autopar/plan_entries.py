@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.files.checked_values import FLAG, Check, Fields, Number, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Check, Fields, Integer, Number, Table, Text
 from autopar.ir.tensor import Layout
 
 Shaped = tuple[tuple[int, ...], Layout]
 
-_SIZE = Whole(1, 2**31)
+_SIZE = Integer(1, 2**31)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Fused:
         """Parses an entry of a plan file; raises PlanError naming what is wrong."""
         saved = Number(-1e30)
         checks: dict[str, Check] = {
-            "count": Whole(), "first": Text(), "nbytes": saved, "seconds": saved
+            "count": Integer(), "first": Text(), "nbytes": saved, "seconds": saved
         }  # fmt: skip
         return cls(**_entries(name, table, {name: (check, ...) for name, check in checks.items()}))
 
@@ -184,14 +184,14 @@ class SolverReport:
     def from_table(cls, table: Any) -> SolverReport:
         """Parses the entry `solver` of a plan file; raises PlanError naming what is wrong."""
         checks: dict[str, tuple[Check, Any]] = {
-            "name": (Text(), ""), "nodes": (Whole(), 0), "left": (Whole(), None),
+            "name": (Text(), ""), "nodes": (Integer(), 0), "left": (Integer(), None),
             "gap": (Number(), 0.0), "seconds": (Number(), 0.0), "ended": (Text(), ""),
         }  # fmt: skip
         return cls(**_entries("solver", table, checks))
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """Options of the search that a plan's layouts do not show.
 
     Attributes:
@@ -218,7 +218,7 @@ class Asked:
         return {k: v for k, v in vars(self).items() if v != getattr(UNASKED, k)}
 
     @classmethod
-    def from_table(cls, table: Any) -> Asked:
+    def from_table(cls, table: Any) -> SearchOptions:
         """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
         texts = ("recompute", "offload", "solver", "unknown_ops", "batches", "execution")
         checks: dict[str, tuple[Check, Any]] = {
@@ -233,7 +233,7 @@ class Asked:
         return cls(**entries)
 
 
-UNASKED = Asked()
+UNASKED = SearchOptions()
 UNPREDICTED = Prediction()
 UNNAMED = ModelSpec()
 UNSEARCHED = SolverReport()

@@ -27,7 +27,7 @@ from autopar.intra_op.rules import families, rules
 from benchmarks.harness import RESULTS, write
 
 Row = dict[str, Any]
-# Of what DTensor allows and a rule does not; see tests/judges/dtensor.py.
+# Of what DTensor allows and a rule does not; see tests/oracles/dtensor.py.
 KINDS = ("sum", "mean", "other", "strided", "split", "wrong")
 NAMES = ("coverage_rules", "coverage_opinfo", "coverage_dtensor")
 
@@ -48,7 +48,7 @@ def proved() -> Iterator[Row]:
 
 def sampled() -> Iterator[Row]:
     """Judges torch's samples of every operator, on 2 and on 4 devices."""
-    from tests.judges.opinfo import judge, operators
+    from tests.oracles.opinfo import judge, operators
 
     for name, op in sorted(operators().items()):
         verdict = judge(op)
@@ -64,7 +64,7 @@ def sampled() -> Iterator[Row]:
 
 def compared() -> Iterator[Row]:
     """Compares DTensor's splits with those of every rule's examples, on two devices."""
-    from tests.judges.dtensor import OURS, compare, fake_mesh
+    from tests.oracles.dtensor import OURS, compare, fake_mesh
 
     with fake_mesh() as mesh:
         for op, rule in sorted(rules().items()):

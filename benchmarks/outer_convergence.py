@@ -114,7 +114,7 @@ class Peers:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
 
-    def all_reduce_beside(self, flat: Tensor) -> Peers:
+    def all_reduce_async(self, flat: Tensor) -> Peers:
         """Replaces every replica's part by the sum; a report, equal on all, by its multiple."""
         sizes = [tensor.numel() for tensor in self._tensors]
         if flat.numel() != sum(sizes):

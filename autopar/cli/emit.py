@@ -49,7 +49,7 @@ class _Batch(click.ParamType[int | Path]):
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _ExtraFiles:
     """Files to write beside a program.
 
     Attributes:
@@ -143,7 +143,7 @@ def command(
         progress("emit")
         compiled = Compiled.of(captured, plan, asked.options, Trace(None))
         files = compiled.files(Training(torch.optim.AdamW))
-        tensors = _Wanted(weights, given, random).tensors(asked, captured)
+        tensors = _ExtraFiles(weights, given, random).tensors(asked, captured)
     with writing(output):
         folder.write(output, files, tensors)
     program = output / "program.py"

@@ -11,10 +11,10 @@ from autopar.cost.uncertainty import step_error
 from autopar.inter_op.stage_values import Pipeline, Stage
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
-from autopar.planning.pipelines.search import Searched
+from autopar.planning.pipelines.search import SearchResult
 
 
-def render(searched: Searched, plan: Plan) -> list[RenderableType]:
+def render(searched: SearchResult, plan: Plan) -> list[RenderableType]:
     """Renders the stages and the runners-up.
 
     Args:
@@ -92,7 +92,7 @@ def _row(one: Pipeline) -> tuple[str, str, str]:
     return one.schedule, str(one.microbatches), str(len(one.stages))
 
 
-def to_json(searched: Searched, plan: Plan) -> dict[str, object]:
+def to_json(searched: SearchResult, plan: Plan) -> dict[str, object]:
     """Returns the content of `render` as a dictionary for JSON."""
     best = searched.pipeline
     return {

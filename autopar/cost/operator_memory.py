@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.device_work import CHUNK
-from autopar.operators.exchange import across, exchanged
+from autopar.operators.exchange import exchanged, local_steps
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
@@ -158,7 +158,7 @@ def recipe(
     if form:
         own = form_named(node.op, form).scratch(Part(node, types, into, mesh))
         scratch, backward = own[0], backward + own[1]
-    elif into and across(node, types, into):
+    elif into and local_steps(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)

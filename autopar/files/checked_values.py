@@ -1,7 +1,7 @@
 """Values from outside, each checked by its kind: entries of files and arguments of functions.
 
-Whole(1, 64)("4")       ValueError: a whole number from 1 to 64 is expected
-Fields(table, PlanError, where).take("microbatches", Whole(1, 64))
+Integer(1, 64)("4")       ValueError: a whole number from 1 to 64 is expected
+Fields(table, PlanError, where).take("microbatches", Integer(1, 64))
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Check(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class Integer:
     """A whole number; with `rounded` also a float of such a value."""
 
     least: int = 0
@@ -96,7 +96,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Of:
+class Instance:
     """A value of some types, `None` among them if it is named."""
 
     types: tuple[type, ...]
@@ -113,7 +113,7 @@ class Of:
 
 
 @dataclass(frozen=True)
-class Or:
+class AnyOf:
     """A value that one of some checks takes."""
 
     checks: tuple[Check, ...]
@@ -173,8 +173,8 @@ class Row:
         return f"a list of values, each {self.value}"
 
 
-NOTHING = Of((type(None),), "nothing")
-FLAG = Of((bool,), "True or False")
+NOTHING = Instance((type(None),), "nothing")
+FLAG = Instance((bool,), "True or False")
 
 
 class Fields:

@@ -17,7 +17,7 @@ backend:
 Gradients are synchronised (SYNC) before the update that uses them. A flushed schedule contains no
 updates: they are added at the end of the step. Other schedules have UPDATEs in their rows.
 
-`judges/deadlock_judge.py` verifies the result.
+`checkers/deadlock_checker.py` verifies the result.
 """
 
 from __future__ import annotations

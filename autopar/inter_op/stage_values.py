@@ -148,7 +148,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Found:
+class StageSearchResult:
     """The result of a stage search.
 
     Attributes:

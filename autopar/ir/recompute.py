@@ -110,7 +110,7 @@ def _core(nodes: Sequence[Node]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputedOperators:
     """The operators that a recomputed block runs a second time.
 
     Attributes:
@@ -126,7 +126,7 @@ class Again:
     last: str = ""
 
 
-def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
+def again(graph: Graph, repeat: Repeat, kind: str) -> RecomputedOperators:
     """Returns what a recomputation reruns; torch's checkpoint stops once nothing is missing."""
     nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
     if kind == CORE:
@@ -134,24 +134,24 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
     kept = frozenset(name for name, keeps in kept_products(nodes, kind).items() if keeps)
     savers = [place for place, node in enumerate(nodes) if node.saved or node.saved_types]
     if not savers:
-        return Again(frozenset(), frozenset(), kept)
+        return RecomputedOperators(frozenset(), frozenset(), kept)
     last = nodes[savers[-1]]
     # Saved operands exist before it runs.
     runs = bool(last.saved_types) or last.name in last.saved
     reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
     once = kept | {node.name for node in nodes if node.op == WRITE}
     once |= frozenset() if runs else {last.name}
-    return Again(reached - once, reached, kept, last.name)
+    return RecomputedOperators(reached - once, reached, kept, last.name)
 
 
-def _again_core(nodes: Sequence[Node]) -> Again:
+def _again_core(nodes: Sequence[Node]) -> RecomputedOperators:
     """Returns the rerun of the core of attention, with all else that is saved kept."""
     core = frozenset(_core(nodes))
     wanted = {name for node in nodes for name in node.saved}
     wanted |= {name for node in nodes if node.name in core for name in node.inputs}
     kept = frozenset(node.name for node in nodes if node.name in wanted and node.name not in core)
     last = next((node.name for node in reversed(nodes) if node.name in core), "")
-    return Again(core, core, kept, last)
+    return RecomputedOperators(core, core, kept, last)
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:

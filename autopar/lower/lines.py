@@ -18,7 +18,7 @@ LEAF = "%"  # prefix of a leaf's name in place of a variable
 
 
 @dataclass(frozen=True)
-class Cite:
+class SourceLine:
     """The user's source line for the lines that follow."""
 
     source: Source
@@ -37,7 +37,7 @@ class Compute:
             several results are unpacked.
         borders: variables of the values that are first fetched from neighbours, one for each such
             call.
-        apart: whether its products overlap with a collective.
+        overlaps: whether its products overlap with a collective.
         form: name of its implementation, "" for the operator as it is.
     """
 
@@ -47,7 +47,7 @@ class Compute:
     out: tuple[Layout, ...]
     target: str
     borders: tuple[str, ...] = ()
-    apart: bool = False
+    overlaps: bool = False
     form: str = ""
 
 
@@ -61,7 +61,7 @@ class Move:
         step: the collective in each direction, and the layouts before and after.
         source: the variable or leaf that is read.
         target: the variable that is written.
-        beside: the linears whose products overlap with it.
+        overlapped: the linears whose products overlap with it.
     """
 
     value: str
@@ -69,7 +69,7 @@ class Move:
     step: Step
     source: str
     target: str
-    beside: tuple[Node, ...] = ()
+    overlapped: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Call:
     outside: tuple[str, ...]
 
 
-Line = Cite | Compute | Move | Use | Assign | Drop | Sum | Joined | Call
+Line = SourceLine | Compute | Move | Use | Assign | Drop | Sum | Joined | Call
 
 
 @dataclass(frozen=True)

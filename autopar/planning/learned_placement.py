@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 HIDDEN = 64
 SAMPLES = 16  # placements drawn for one step
@@ -104,7 +108,7 @@ def _learn(problem: PlacementProblem, steps: int) -> Learned:
             devices = [0] * len(order)
             for v, device in zip(order, row, strict=True):
                 devices[v] = device
-            placed = play(problem, devices) if problem.fits(devices) else None
+            placed = simulate_placement(problem, devices) if problem.fits(devices) else None
             if placed and (best is None or placed.seconds < best.seconds):
                 best = placed
             seconds.append(placed.seconds if placed else worst)

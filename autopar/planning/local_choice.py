@@ -186,7 +186,7 @@ def _apart(
         return  # the batch does not divide
     plans: dict[Update, Plan | None] = {}
     for outer, method in known:
-        update = method.beside(options.update)
+        update = method.added_to(options.update)
         alike = _unnamed(update, options.update)
         if alike not in plans:
             try:

@@ -59,7 +59,7 @@ class Rounds:
         )
 
 
-def apart(plan: Plan, outer: Outer | None, mesh: Mesh) -> Plan:
+def with_local_rounds(plan: Plan, outer: Outer | None, mesh: Mesh) -> Plan:
     """Returns the plan of one replica as that of a mesh of them, with what it changes."""
     return plan if outer is None else plan.under(outer, mesh, method_of(outer).CHANGES)
 

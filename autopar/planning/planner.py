@@ -111,7 +111,7 @@ class Planner:
         )
         self.prices = cost_model(mesh, options)
         self.known = known or Prices(mesh, self.prices)
-        self.lies = options.lies(mesh)
+        self.allowed_storages = options.allowed_storages(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
         self._in_update = self._microbatches if repeated is None else repeated.in_update
@@ -156,7 +156,7 @@ class Planner:
             slowdown=slowdown_of(self.mesh, options.execution),
             recompute=recompute,
             microbatches=self._in_update,
-            lies=self.lies,
+            allowed_storages=self.allowed_storages,
             bucket=self._bucket,
             precision=options.precision,
             offload=offload,

@@ -28,7 +28,7 @@ class Workers:
     def __init__(self, others: int | None = None) -> None:
         if others is None:
             others = min((os.cpu_count() or 1) - 1, _MOST)
-        self._others = [_Other() for _ in range(others)]
+        self._others = [_Worker() for _ in range(others)]
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -64,7 +64,7 @@ class Workers:
         self._others = []
 
 
-class _Other:
+class _Worker:
     """Another process, which runs one row of jobs at a time."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import part_of
 from autopar.runtime.calls.variant import Caches, Variant, variant_of, variant_over
-from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.checkpoint.contents import LocalTensor, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
@@ -28,7 +28,7 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.step_check import StepPart
 from autopar.runtime.update.update import Training, Update
 
 
@@ -51,7 +51,7 @@ class Executor:
         ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
 
-    apart = None  # it is one replica
+    independent = None  # it is one replica
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Executor:
             variant.writes.settle()
         with part(PHASE, "optimizer"):
             everyone = self._everyone
-            seen = Seen(
+            seen = StepPart(
                 loss / everyone.size,
                 inputs[TOKEN],
                 inputs,
@@ -320,7 +320,7 @@ class Executor:
         self.runtime.close()
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LocalTensor]:
         """This rank's shards of every parameter and buffer, for checkpoints."""
         return held_of(self.state, self.tensors, self.weights, self.update)
 

@@ -20,7 +20,7 @@ from autopar.operators.assume import assume
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.fetch import Fetch
 from autopar.runtime.communication.refetch import Refetch, unpack
-from autopar.runtime.offload.activations import Stow
+from autopar.runtime.offload.activations import SavedTensorOffload
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, Piece
 from autopar.runtime.parameters.shards import Weight, Weights
@@ -28,7 +28,7 @@ from autopar.runtime.random import Random
 from autopar.runtime.ranks.shared import Peers
 
 
-class Given(Mapping[str, Tensor]):
+class LocalParameters(Mapping[str, Tensor]):
     """Local parameters, of which some are collected from the place where they are first read.
 
     Autograd runs the latest node of a forward first. The gradient of a parameter that the program
@@ -93,7 +93,7 @@ class Runtime(Communicator):
         self.device = device
         self.fetch = Fetch(self)
         self.random = Random(self, seed)
-        self.stow = Stow(device)
+        self.stow = SavedTensorOffload(device)
         self._writes: Writes | None = None  # of the running forward
 
     def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -107,7 +107,9 @@ class Runtime(Communicator):
             return named
         known = self.gradients.weights
         collected = {k: known[id(tensor)] for k, tensor in named.items() if id(tensor) in known}
-        return Given(named, {k: w for k, w in collected.items() if not w.storage.moves}, self.use)
+        return LocalParameters(
+            named, {k: w for k, w in collected.items() if not w.storage.moves}, self.use
+        )
 
     @contextmanager
     def writing(self, writes: Writes) -> Iterator[None]:

@@ -17,13 +17,13 @@ from autopar.errors import OptionError, PlanMismatchError
 from autopar.files.checked_values import (
     FLAG,
     NOTHING,
+    AnyOf,
     Check,
+    Instance,
+    Integer,
     Number,
-    Of,
-    Or,
     Row,
     Text,
-    Whole,
     checked,
 )
 from autopar.generation_plan import GenerationPlan
@@ -217,52 +217,52 @@ class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
     """Options of the plan, of training and of running; all are optional."""
 
 
-_CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
-_PATH = Or((Text(4096), Of((Path,), "a path")))
+_CALLED = Instance((Callable,), "a function")  # type: ignore[arg-type]
+_PATH = AnyOf((Text(4096), Instance((Path,), "a path")))
+_PLAN = Instance((Plan, GenerationPlan), "a plan of autopar.plan or autopar.Plan.load")
+_NAMED = (Mapping, list, tuple)
 _WORD = Text(1000)
 _CHECKS: dict[str, Check] = {
-    "model": Of((nn.Module,), "a torch.nn.Module"),
-    "loss_fn": Or((NOTHING, _CALLED)),
-    "plan": Or(
-        (NOTHING, Of((Plan, GenerationPlan), "a plan of autopar.plan or autopar.Plan.load"))
-    ),
-    "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
+    "model": Instance((nn.Module,), "a torch.nn.Module"),
+    "loss_fn": AnyOf((NOTHING, _CALLED)),
+    "plan": AnyOf((NOTHING, _PLAN)),
+    "memory": AnyOf((NOTHING, _WORD, Number(0, 1e30))),
     "unknown_ops": _WORD,
-    "trace": Or((NOTHING, _PATH)),
-    "pins": Or((NOTHING, Of((Mapping, list, tuple), "a mapping or a list of pins"), _CALLED)),
-    "clip_norm": Or((NOTHING, Number(-1e30, 1e30))),
-    "rules": Of((list, tuple), "a list of rules"),
+    "trace": AnyOf((NOTHING, _PATH)),
+    "pins": AnyOf((NOTHING, Instance(_NAMED, "a mapping or a list of pins"), _CALLED)),
+    "clip_norm": AnyOf((NOTHING, Number(-1e30, 1e30))),
+    "rules": Instance((list, tuple), "a list of rules"),
     "solver": _WORD,
-    "calibration": Or((NOTHING, _PATH)),
+    "calibration": AnyOf((NOTHING, _PATH)),
     "recompute": _WORD,
-    "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
-    "microbatches": Whole(1, 2**20),
-    "accumulate": Whole(1, 2**20),
+    "stages": AnyOf((Integer(1, 2**20), Text(known=(AUTO,)))),
+    "microbatches": Integer(1, 2**20),
+    "accumulate": Integer(1, 2**20),
     "whole_loss": FLAG,
     "schedule": _WORD,
-    "global_batch": Or((NOTHING, Whole(1, 2**31))),
+    "global_batch": AnyOf((NOTHING, Integer(1, 2**31))),
     "allow": _WORD,
-    "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
-    "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
-    "gradients": Or((NOTHING, _WORD)),
-    "groups": Or((NOTHING, _CALLED)),
-    "ema": Or((NOTHING, Number(-1e30, 1e30))),
-    "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
-    "offload": Or((NOTHING, _WORD)),
-    "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "state": AnyOf((NOTHING, _WORD, Instance((StateSharding,), "an autopar.StateSharding"))),
+    "precision": AnyOf((NOTHING, _WORD, Instance((Precision,), "an autopar.Precision"))),
+    "gradients": AnyOf((NOTHING, _WORD)),
+    "groups": AnyOf((NOTHING, _CALLED)),
+    "ema": AnyOf((NOTHING, Number(-1e30, 1e30))),
+    "fuse": AnyOf((FLAG, _WORD, Instance(_NAMED, "a list or a mapping of patterns"))),
+    "offload": AnyOf((NOTHING, _WORD)),
+    "collectives": AnyOf((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "expert_load": Text(2**20),
     "documents": Text(2**20),
-    "execution": Or((_WORD, Of((Execution,), "an autopar.Execution"))),
+    "execution": AnyOf((_WORD, Instance((Execution,), "an autopar.Execution"))),
     "backend": _WORD,
     "batches": _WORD,
     "on_nonfinite": _WORD,
-    "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
+    "dump": AnyOf((NOTHING, _PATH, Instance((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
-    "shapes": Whole(1, 2**10),
-    "pad_to": Or((NOTHING, Row(Whole(1, 2**30)), Of((Padding,), "an autopar.Padding"))),
-    "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
-    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
-    "on_loss": Or((NOTHING, Text(known=("error", "continue")))),
+    "shapes": Integer(1, 2**10),
+    "pad_to": AnyOf((NOTHING, Row(Integer(1, 2**30)), Instance((Padding,), "an autopar.Padding"))),
+    "evaluate": AnyOf((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
+    "outer": AnyOf((NOTHING, Text(1000), Instance((Outer,), "one of autopar.outer"))),
+    "on_loss": AnyOf((NOTHING, Text(known=("error", "continue")))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -354,7 +354,7 @@ def planning_options(
         batches=batches_of(plan, options["batches"]),
         execution=Execution.read(options["execution"]),
         collectives=collectives_of(plan, options["collectives"]),
-        update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
+        update=update if outer is None else method_of(outer).added_to(update, outer.goes_on),
     )
 
 

@@ -28,7 +28,7 @@ class Operator:
         recipe: the buffers that it allocates and saves.
         work: its kernels in each direction.
         asks: its own collectives in each direction.
-        turns: in all of them but the last it sends beside its kernels.
+        turns: in all of them but the last it sends during its kernels.
         alone: number of its first collectives in each direction that no kernels overlap with.
     """
 
@@ -73,7 +73,7 @@ class Resharded:
     cause: Cause
     source: Value
     target: Value
-    beside: Products | None = None
+    overlapped: Products | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -209,7 +209,7 @@ def _move(entry: Resharded, recorder: Recorder, weights: Weights) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        share = 1.0 if entry.beside is None else 1 - entry.beside.share
+        share = 1.0 if entry.overlapped is None else 1 - entry.overlapped.share
         recorder.collective(name, entry.name, entry.call, entry.cause, [ready], share)
         ready = -1
     elif entry.transfer.result is not None:
@@ -220,8 +220,8 @@ def _move(entry: Resharded, recorder: Recorder, weights: Weights) -> None:
         recorder.scratch("communication", title, entry.transfer.staging)
     else:
         moved = recorder.hold(gradient)
-    if entry.beside is not None and entry.call is not None:
-        works, share = entry.beside.works, entry.beside.share
+    if entry.overlapped is not None and entry.call is not None:
+        works, share = entry.overlapped.works, entry.overlapped.share
         recorder.side_by_side(name, entry.name, entry.call, entry.cause, works, share)
     recorder.drop(gradient)
     target.gradient = None

@@ -138,14 +138,14 @@ class Recorder:
         A turn begins when the one before it has computed and sent. The first `alone` calls are made
         before the first turn.
         """
-        beside = calls[alone:]
-        turns = len(beside) + 1
+        overlapped = calls[alone:]
+        turns = len(overlapped) + 1
         needs = tuple(needs)
         for first in calls[:alone]:
             title = f"{first.kind} in {name}"
             self._add(title, node, ",".join(first.axes), first, needs, "exchange")
             needs = (len(self.drafts) - 1,)
-        for call in (*beside, None):
+        for call in (*overlapped, None):
             after = len(self.drafts)
             if call is not None:
                 title = f"{call.kind} in {name}"

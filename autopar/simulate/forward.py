@@ -14,7 +14,7 @@ from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
-from autopar.ir.recompute import Again, again, of_runs
+from autopar.ir.recompute import RecomputedOperators, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
@@ -31,7 +31,7 @@ _NO_WORK = NodeWork()
 
 
 @dataclass
-class _Twice:
+class _RecomputedBlock:
     """A block that runs without a tape in the forward, and again in the backward.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Twice:
         over: whether nothing more needs to be recomputed, so that torch's checkpoint has stopped.
     """
 
-    what: Again
+    what: RecomputedOperators
     kept: dict[str, Buffer] = field(default_factory=dict)
     second: bool = False
     over: bool = False
@@ -90,7 +90,7 @@ class Forward:
         self.offloaded_blocks = offloaded_runs(graph, plan.offload, plan.recompute)
         self.offload = ActivationOffload(recorder, accelerator)
         self.written: list[Buffer] = []  # new contents of the model's buffers
-        self.twice: _Twice | None = None  # the current block, if it is recomputed
+        self.twice: _RecomputedBlock | None = None  # the current block, if it is recomputed
 
     def play(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
         """Plays the program; returns its results, which are held, and the tape."""
@@ -173,7 +173,7 @@ class Forward:
         repeat: Repeat,
     ) -> list[Value]:
         """Plays a block without a tape and returns its results; the backward will recompute it."""
-        twice = self.twice = _Twice(again(self.graph, repeat, kind))
+        twice = self.twice = _RecomputedBlock(again(self.graph, repeat, kind))
         tape, self.tape = self.tape, []
         results = [
             Value(value.buffer, value.grad, ready=value.ready)
@@ -221,7 +221,7 @@ class Forward:
                 types = tuple(read.type for read in reads)
                 asks = exchanged(node, types, into, self.plan.mesh, planned.form)
             work = self._work(node)
-            if line.apart:
+            if line.overlaps:
                 work = NodeWork((), products(work, reads[0].requires_grad)[2])
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
@@ -330,7 +330,7 @@ class Forward:
         value_of = names.get(line.value, line.value)
         parameter, twice = self._of_parameter(line.value), self.twice
         target = Value(source.buffer, source.grad, ready=source.ready)
-        ahead, back = self._beside(line)
+        ahead, back = self._overlapped(line)
         # A collective that overlaps with products saves its result after all of them.
         over = twice is not None and twice.over and ahead is None
         if over:
@@ -354,15 +354,15 @@ class Forward:
             self.tape.append(entry)
         return target
 
-    def _beside(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
+    def _overlapped(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
         """Returns the products that overlap with a collective, in each direction."""
-        if not line.beside:
+        if not line.overlapped:
             return None, None
         if id(line) not in self.products:
             share = 1 - 1 / self.plan.mesh.axis_size(line.step.axes[0])
             both = [
                 products(self._work(node), self.graph[node.inputs[0]].requires_grad)
-                for node in line.beside
+                for node in line.overlapped
             ]
             ahead, back = (
                 Products(tuple(work for works in side for work in works), share)

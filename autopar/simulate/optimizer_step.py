@@ -18,7 +18,7 @@ from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, REDUCED, Storage, scattered
 from autopar.ir.tensor import DTYPE_BYTES
-from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
+from autopar.ir.update import LocalState, Rule, nbytes_in, owner_hops, states_of
 from autopar.simulate.buffers import Buffer, Recorder
 from autopar.simulate.owned_update import Owned, owned_update
 from autopar.simulate.settings import Settings
@@ -86,7 +86,7 @@ def updated_in(
     master = precision.has_master(node.type, node.requires_grad)
     rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
     stays = "update" not in whens
-    away: tuple[Kept, ...] = ()
+    away: tuple[LocalState, ...] = ()
     if node.requires_grad:
         away = states_of(rule, storage, node.type, mesh, precision, away=True)
     coming = nbytes_in(away, "host")
@@ -169,7 +169,7 @@ def _copied(trained: Sequence[Updated]) -> list[Updated]:
 
 
 @dataclass
-class _Away:
+class _MovedState:
     """The state of some parameters, on its way: its buffer, and the task that moves it, or -1."""
 
     buffer: Buffer
@@ -198,7 +198,7 @@ def update(
         return
     buckets = list(rows(trained, plan.bucket))
     coming = _come(recorder, settings, buckets, 0)
-    going: _Away | None = None
+    going: _MovedState | None = None
     for number, row in enumerate(buckets):
         here = coming
         if here is not None and here.task >= 0:
@@ -255,7 +255,7 @@ def _step(
 
 def _come(
     recorder: Recorder, settings: Settings, buckets: Sequence[Sequence[Updated]], number: int
-) -> _Away | None:
+) -> _MovedState | None:
     """The state of a bucket comes."""
     if number >= len(buckets):
         return None
@@ -265,20 +265,20 @@ def _come(
     title = f"state of {buckets[number][0].name}"
     with recorder.aside(settings.accelerator):
         task = recorder.copy(title, nbytes, True, not settings.accelerator)
-        return _Away(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
+        return _MovedState(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
 
 
-def _go(recorder: Recorder, settings: Settings, here: _Away) -> _Away:
+def _go(recorder: Recorder, settings: Settings, here: _MovedState) -> _MovedState:
     """It goes back."""
     with recorder.aside(settings.accelerator):
         nbytes = here.buffer.nbytes
         task = recorder.copy(here.buffer.name, nbytes, False, not settings.accelerator)
     if task < 0:
         recorder.drop(here.buffer)
-    return _Away(here.buffer, task)
+    return _MovedState(here.buffer, task)
 
 
-def _gone(recorder: Recorder, away: _Away) -> None:
+def _gone(recorder: Recorder, away: _MovedState) -> None:
     """Frees the memory of a tensor that has gone to the host."""
     if away.task >= 0:
         recorder.compute("wait for the host", "", (), [away.task])

@@ -11,9 +11,9 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.inter_op import schedules as package
+from autopar.inter_op.checkers.deadlock_checker import check
+from autopar.inter_op.checkers.weights_checker import StageWeights, check_weights, walk
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
-from autopar.inter_op.judges.weights_judge import StageWeights, check_weights, walk
 from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import (

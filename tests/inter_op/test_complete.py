@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import DeadlockError, ScheduleError
+from autopar.inter_op.checkers.deadlock_checker import check
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import exact, schedule

@@ -9,8 +9,8 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autopar.errors import ScheduleError
+from autopar.inter_op.checkers.deadlock_checker import check
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.schedule import Row, Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule

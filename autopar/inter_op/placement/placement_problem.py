@@ -145,7 +145,7 @@ class PlacementProblem:
         return all(h <= most for h, most in zip(held, self.limits, strict=True))
 
 
-def play(
+def simulate_placement(
     problem: PlacementProblem, devices: Sequence[int], order: Sequence[int] | None = None
 ) -> Placed:
     """Runs every task on its device as early as possible, in an order; by default by rank.

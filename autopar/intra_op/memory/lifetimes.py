@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import hands_on, kept
-from autopar.intra_op.memory.moments import Away, Block, offloaded, recomputed, spans
+from autopar.intra_op.memory.moments import Block, OffloadSpan, offloaded, recomputed, spans
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
@@ -293,13 +293,13 @@ class _Step:
         alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
         return block if alone else None
 
-    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
+    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> OffloadSpan | None:
         """Returns when a value is in host memory, if only offloaded blocks save it."""
         blocks = [self.away.get(self.nodes[i].name) for i, _ in keepers]
         aways = [away for away in blocks if away is not None]
         if self.graph[root].is_leaf or len(aways) < len(blocks):
             return None
-        return Away(max(away.gone for away in aways), min(away.back for away in aways))
+        return OffloadSpan(max(away.gone for away in aways), min(away.back for away in aways))
 
     def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
         """Returns the inputs of recomputed blocks and the moments until which the blocks keep them.

@@ -138,7 +138,7 @@ class Megatron:
 
     def _vocabulary(self, context: PinContext) -> list[int]:
         """Returns the vocabularies to split: those that no operator needs whole."""
-        ways, kept = context.mesh.axis_size(self.axis), {a.cls for a in context.dims.apart}
+        ways, kept = context.mesh.axis_size(self.axis), {a.cls for a in context.dims.unsplit}
         named = (c for c, name in enumerate(context.names) if name.split(".")[0] == "vocab")
         return [c for c in named if c not in kept and context.dims.divides(c, ways)]
 

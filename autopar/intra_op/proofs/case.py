@@ -22,7 +22,7 @@ from autopar.ir.graph import EXTEND, Graph, Node, Ref
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
-from autopar.operators.exchange import across
+from autopar.operators.exchange import local_steps
 from autopar.operators.interpret import TORCH_DTYPES, execute, tensor_type
 from autopar.operators.localise import localise
 
@@ -145,7 +145,7 @@ class Case:
             local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
             return _run(steps, local, [part[rank] for part in owed], self.random, device)
 
-        if across(self.node, self.types, strategy.operands, strategy.form):
+        if local_steps(self.node, self.types, strategy.operands, strategy.form):
             runs = on_all_devices(mesh, run)
         else:
             runs = [run(rank, None) for rank in range(mesh.size)]

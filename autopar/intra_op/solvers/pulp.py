@@ -64,7 +64,7 @@ def solve(
     import pulp
 
     started = time.perf_counter()
-    program = Stated(problem)
+    program = PulpProgram(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program.lp.solve(_solver(backend, time_limit, gap))
@@ -87,7 +87,7 @@ def solve(
 
 def written(problem: Problem) -> str:
     """Returns the program in the LP format of CPLEX, which every solver reads."""
-    program = Stated(problem)
+    program = PulpProgram(problem)
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder) / "problem.lp"
@@ -95,7 +95,7 @@ def written(problem: Problem) -> str:
         return path.read_text(encoding="utf-8")
 
 
-class Stated:
+class PulpProgram:
     """A problem as a program of PuLP.
 
     Attributes:

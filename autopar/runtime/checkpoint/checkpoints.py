@@ -192,9 +192,9 @@ class Checkpoints:
             "under_way": streams,
         }
         everything = [*parts, *states, *residual_parts(holder.held), *under_way]
-        if holder.apart is not None:
-            everything = holder.apart.saved(everything)
-            details["outer"] = encode(holder.apart.details(), "the rounds")
+        if holder.independent is not None:
+            everything = holder.independent.saved(everything)
+            details["outer"] = encode(holder.independent.details(), "the rounds")
         return Snapshot(everything, optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
@@ -270,12 +270,12 @@ class Checkpoints:
         under_way = room_for_parts(self.holder, index)
 
         def wanted() -> list[Part]:
-            held, apart = self.holder.held, self.holder.apart
+            held, independent = self.holder.held, self.holder.independent
             states.append(OptimizerState(self.holder.update.optimizer, held, index))
             states.append(Residuals(held, index))
             own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
             everything = [*own, *(part for state in states for part in state.parts), *under_way]
-            return everything if apart is None else apart.wanted(everything, index)
+            return everything if independent is None else independent.wanted(everything, index)
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -285,9 +285,9 @@ class Checkpoints:
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
-        if self.holder.apart is not None:
+        if self.holder.independent is not None:
             with taking("the rounds"):
-                self.holder.apart.take(decode(index.details.get("outer")))
+                self.holder.independent.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
             with taking("what was under way"):
@@ -305,8 +305,8 @@ class Checkpoints:
             self.holder.drain()
             matches = self._load_weights(source, rename, strict)
             self.holder.update.restart()
-            if self.holder.apart is not None:
-                self.holder.apart.take(None)
+            if self.holder.independent is not None:
+                self.holder.independent.take(None)
             forget(self.holder.held)
         kept = (name for name in self.holder.shapes if self.names.kind(name) == "model")
         return [name for name in kept if name not in self.names.tied and name not in matches]

@@ -58,7 +58,7 @@ def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
 Value = TypeVar("Value")
 
 
-class _Wish(NamedTuple):
+class _WantedBox(NamedTuple):
     """A box of a tensor that a rank wants, the `number`th of its wanted parts."""
 
     receiver: int
@@ -90,10 +90,10 @@ def exchange(
     """
     rank = 0 if group is None else dist.get_rank(group)
     have = {(part.name, part.box): part.tensor for part in snapshot.parts}
-    wishes: dict[str, list[_Wish]] = {}
+    wishes: dict[str, list[_WantedBox]] = {}
     for receiver, parts in enumerate(_gathered([(part.name, part.box) for part in wanted], group)):
         for number, (name, box) in enumerate(parts):
-            wishes.setdefault(name, []).append(_Wish(receiver, number, box))
+            wishes.setdefault(name, []).append(_WantedBox(receiver, number, box))
     for name, wishing in wishes.items():  # one tensor at a time, so that little memory is in flight
         works: list[dist.Work] = []
         arriving: list[tuple[_Piece, Tensor]] = []
@@ -118,7 +118,7 @@ def exchange(
             part.tensor[piece.overlap.within(part.box).slices].copy_(values)
 
 
-def _pieces(stored: Stored, wishes: Sequence[_Wish]) -> Iterator[_Piece]:
+def _pieces(stored: Stored, wishes: Sequence[_WantedBox]) -> Iterator[_Piece]:
     """Yields the overlaps of one tensor, in one order on all ranks."""
     for receiver, number, box in wishes:
         for chunk in stored.chunks:

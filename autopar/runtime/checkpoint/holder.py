@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import StateError
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.ranks.failure import Watch
@@ -26,7 +26,7 @@ class Scheduler(Protocol):
         """Continues from a saved state."""
 
 
-class Apart(Protocol):
+class IndependentState(Protocol):
     """The additional state of replicas under local updates."""
 
     def saved(self, own: Sequence[Part]) -> list[Part]:
@@ -54,13 +54,13 @@ class Holder(Protocol):
         """Stops this rank if another fails."""
 
     @property
-    def apart(self) -> Apart | None:
+    def independent(self) -> IndependentState | None:
         """The state of independent replicas; None without any."""
 
     loaded: bool
 
     @property
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[LocalTensor]:
         """Everything that this rank stores."""
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.ir.storage import REDUCED, Hop
 from autopar.runtime.checkpoint.boxes import Box
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES
@@ -35,7 +35,7 @@ class _Holder(NamedTuple):
         name: unlike that of another stage which holds the parameter.
     """
 
-    held: Held
+    held: LocalTensor
     weight: Weight
     name: str
 
@@ -76,7 +76,7 @@ class _Holder(NamedTuple):
         return [axis for axis in self.held.state.comm.mesh.names if axis not in split]
 
 
-def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
+def _holders(held: Sequence[LocalTensor]) -> Iterator[_Holder]:
     """Yields the parameters with compressed reductions; two stages may hold one of them."""
     seen: Counter[str] = Counter()
     for h in held:
@@ -86,7 +86,7 @@ def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
             seen[first] += 1
 
 
-def residual_parts(held: Sequence[Held]) -> list[Part]:
+def residual_parts(held: Sequence[LocalTensor]) -> list[Part]:
     """Returns what this rank keeps, to be saved."""
     parts = []
     for holder in _holders(held):
@@ -112,7 +112,7 @@ class Residuals:
         index: the checkpoint.
     """
 
-    def __init__(self, held: Sequence[Held], index: Index) -> None:
+    def __init__(self, held: Sequence[LocalTensor], index: Index) -> None:
         self.parts: list[Part] = []
         self._kept: list[tuple[Memory, str, list[Tensor], int]] = []
         self._held = held
@@ -174,7 +174,7 @@ def _of_one(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def forget(held: Sequence[Held]) -> None:
+def forget(held: Sequence[LocalTensor]) -> None:
     """Drops what is kept: it belongs to other weights."""
     for h in held:
         if h.weight is not None:

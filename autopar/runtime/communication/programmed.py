@@ -27,7 +27,7 @@ from autopar.cost.programs.collective_program import CollectiveProgram, Script
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms
 from autopar.ir.tensor import part_of
 from autopar.runtime.communication.group import Group
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 
 Span = tuple[int, int, int]  # buffer, first element, number of elements
 _SMALL = 1 << 14  # elements that are sooner copied than received late
@@ -106,7 +106,7 @@ class ProgrammedChannel(Channel):
         self._play("reduce_scatter", by, out.numel(), x.nbytes, [whole])
         out.copy_(whole.narrow(0, self._me * out.numel(), out.numel()))
 
-    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
+    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> PendingCall | None:
         """Gathers every rank's x in `out`, both flat; a program completes even with `ahead`."""
         by = self._pick("all_gather", x.nbytes)
         if not by or not _plain(out) or out.numel() != len(self.ranks) * x.numel():
@@ -122,7 +122,7 @@ class ProgrammedChannel(Channel):
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
         ahead: bool = False,
-    ) -> Waiting | None:
+    ) -> PendingCall | None:
         """Sends one block of x to every rank; a program completes even with `ahead`.
 
         The library runs uneven exchanges, which can be sent `ahead`.

@@ -28,7 +28,7 @@ from autopar.ir.update import ADAMW, Products, Rule, State
 from autopar.ir.update.update_rules import DEALT
 
 if TYPE_CHECKING:
-    from autopar.runtime.update.owners import Dealt, Owners
+    from autopar.runtime.update.owners import OwnedWeight, Owners
 
 NAME = "muon"
 MUON: dict[str, Any] = {
@@ -193,14 +193,14 @@ class Muon(Optimizer):
                     self._apply(parameter, orthogonal(direction, group), parameter.shape, group)
 
     def _by_owners(
-        self, owners: Owners, items: list[Dealt], group_of: Mapping[int, dict[str, Any]]
+        self, owners: Owners, items: list[OwnedWeight], group_of: Mapping[int, dict[str, Any]]
     ) -> None:
         """Updates matrices of which one rank each orthogonalises the direction."""
 
-        def group(item: Dealt) -> dict[str, Any]:
+        def group(item: OwnedWeight) -> dict[str, Any]:
             return group_of[id(item.weight.updated)]
 
-        def given(item: Dealt) -> list[Tensor]:
+        def given(item: OwnedWeight) -> list[Tensor]:
             direction = self._direction(item.weight.updated, group(item))
             return [direction.bfloat16() if group(item)["dtype"] == "bf16" else direction]
 

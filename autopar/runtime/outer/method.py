@@ -52,7 +52,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Now:
+class LearningRates:
     """The learning rates at an outer update.
 
     Attributes:
@@ -136,7 +136,7 @@ class Method(ABC):
         message = ("message",) if self.late or self.delay or goes_on else ()
         return (*self.states, *message, *(("sent",) if goes_on else ()))
 
-    def beside(self, update: Update, goes_on: bool = False) -> Update:
+    def added_to(self, update: Update, goes_on: bool = False) -> Update:
         """Returns the update of a step with the additional states of this method."""
         for name in self.kept(goes_on):
             update = update.with_state(State(f"outer_{name}"))
@@ -165,7 +165,9 @@ class PromptMethod(Method):
     """An outer method that applies an average when it arrives, at the end of its round."""
 
     @abstractmethod
-    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+    def update(
+        self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: LearningRates
+    ) -> None:
         """Changes parameters x and the states in place, given the average of `outgoing`."""
 
 
@@ -176,7 +178,12 @@ class LateMethod(Method):
 
     @abstractmethod
     def exchange(
-        self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
+        self,
+        x: Tensor,
+        message: Tensor,
+        arrived: bool,
+        states: Mapping[str, Tensor],
+        now: LearningRates,
     ) -> None:
         """Ends a round of a late method: updates x and the states, and writes the next message.
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from autopar.ir.replicas.tau import Tau
 from autopar.runtime.outer.buckets import Bucket
-from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
+from autopar.runtime.outer.method import LateMethod, LearningRates, Method, PromptMethod
 from autopar.runtime.outer.round_clock import FEW, RoundClock, best_tau
 from autopar.runtime.outer.survivors import Survivors
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 
 _STEADY = 0.1  # relative change of seconds that changes nothing
 _LOSS, _STEP, _SYNC, _TAKEN = range(4)  # positions in a replica's report
@@ -90,7 +90,7 @@ class Rounds:
         self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
         self._facts: Tensor | None = None  # of all replicas, and of this one
         self._told = torch.empty(0)
-        self._telling: Waiting | None = None
+        self._telling: PendingCall | None = None
         self._departed, self.clock = 0.0, RoundClock()
         self.report = self._first()
 
@@ -106,7 +106,7 @@ class Rounds:
         self.at += 1
         self._losses += loss.detach().double()
         self.highest = max(self.highest, rate)
-        now = Now(rate, self.highest or 1.0)
+        now = LearningRates(rate, self.highest or 1.0)
         self._look()
         if isinstance(self.method, PromptMethod):
             self._prompt(self.method, now)
@@ -127,7 +127,7 @@ class Rounds:
 
     # Synchronisation ------------------------------------------------------------------------------
 
-    def _prompt(self, method: PromptMethod, now: Now) -> None:
+    def _prompt(self, method: PromptMethod, now: LearningRates) -> None:
         """Sends and applies the fragments that are due."""
         tau, count = self.report.tau, method.fragments
         changed = False
@@ -176,12 +176,12 @@ class Rounds:
         for bucket in waiting:
             bucket.arrive(self.count, self.method.quantised)
 
-    def _works(self, buckets: Sequence[Bucket]) -> list[Waiting]:
+    def _works(self, buckets: Sequence[Bucket]) -> list[PendingCall]:
         works = [bucket.work for bucket in buckets]
         return [work for work in (*works, self._telling) if work is not None]
 
     @torch.no_grad()
-    def _use(self, method: PromptMethod, bucket: Bucket, now: Now) -> None:
+    def _use(self, method: PromptMethod, bucket: Bucket, now: LearningRates) -> None:
         values = bucket.values()
         if bucket.message is None:
             self._depart()
@@ -194,7 +194,7 @@ class Rounds:
         bucket.message = None
 
     @torch.no_grad()
-    def _exchange(self, method: LateMethod, now: Now) -> None:
+    def _exchange(self, method: LateMethod, now: LearningRates) -> None:
         """Ends a round of a late method."""
         if self.survivors is not None:
             self._gathered(self.buckets, self.survivors)
@@ -291,7 +291,7 @@ class Rounds:
         assert self._facts is not None
         self._telling = None
         if self.channel is not None:
-            self._telling = self.channel.all_reduce_beside(self._facts)
+            self._telling = self.channel.all_reduce_async(self._facts)
 
     def _hear(self) -> list[float] | None:
         """Returns the means of the replicas' reports; None if no replica has reported."""

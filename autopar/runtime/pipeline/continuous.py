@@ -36,7 +36,7 @@ from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
 from autopar.runtime.pipeline.tied_copies import Copies
 from autopar.runtime.pipeline.versions import Versions
-from autopar.runtime.ranks.channel import Waiting
+from autopar.runtime.ranks.channel import PendingCall
 from autopar.runtime.step_parts import WAIT
 from autopar.runtime.update.update import Update
 
@@ -48,7 +48,7 @@ class _Report:
     """Reduction of a step's loss, token, squared token, failure flag and squared gradients."""
 
     numbers: Tensor
-    waiting: Waiting | None
+    waiting: PendingCall | None
 
     def read(self) -> list[float]:
         """Waits for the sums over all ranks and returns them."""
@@ -252,7 +252,7 @@ class Continuous:
         report = torch.stack(numbers)
         if self._everyone is None:
             return _Report(report, None)
-        return _Report(report, self._everyone.all_reduce_beside(report))
+        return _Report(report, self._everyone.all_reduce_async(report))
 
     def _read(self, report: _Report) -> float:
         """Returns the loss of a report."""

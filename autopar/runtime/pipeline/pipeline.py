@@ -41,7 +41,7 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.step_check import StepPart
 from autopar.runtime.update.update import Training, Update
 
 
@@ -279,9 +279,9 @@ class Pipeline(PipelineState):
             names = [name for action in copied for name in action.names]
             self.copies.add_up(names if named else ())
 
-    def _seen(self, share: Tensor, inputs: Mapping[str, Tensor]) -> Seen:
+    def _seen(self, share: Tensor, inputs: Mapping[str, Tensor]) -> StepPart:
         """Returns this rank's observations of a step except for gradients."""
-        return Seen(
+        return StepPart(
             share,
             inputs[TOKEN],
             inputs,
@@ -361,7 +361,7 @@ class Pipeline(PipelineState):
         """
         with self.watch:
             stages = {
-                (number, copy): stage.beside(modules[number], values)
+                (number, copy): stage.with_program(modules[number], values)
                 for (number, copy), stage in self.stages.items()
             }
         return replace(

@@ -37,7 +37,7 @@ class _Border:
 
 
 @dataclass
-class Later:
+class WeightBackward:
     """The second half of a backward, which can run once.
 
     Attributes:
@@ -104,7 +104,7 @@ def backward_input(
     gradients: Sequence[Tensor],
     leaves: Sequence[Tensor],
     weights: Sequence[Tensor],
-) -> tuple[tuple[Tensor | None, ...], Later]:
+) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
     """Runs the first half of a backward.
 
     Args:
@@ -133,7 +133,7 @@ def backward_input(
     for border in borders:
         if not border.on_way:
             border.arrived = _of_results(border.node, roots, gradients)
-    return found, Later(_grouped(borders), variables)
+    return found, WeightBackward(_grouped(borders), variables)
 
 
 def _of_results(node: Node, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> Arrived:

@@ -38,7 +38,7 @@ from autopar.runtime.ranks.ending import Ending
 from autopar.runtime.ranks.pace import PACE, Pace
 from autopar.runtime.ranks.record import Record
 from autopar.runtime.ranks.reports import Failure as Failure
-from autopar.runtime.ranks.reports import Roll, may_follow
+from autopar.runtime.ranks.reports import RankAnswers, may_follow
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.torch_private import Store, own_store
 
@@ -259,9 +259,9 @@ class Watch:
             return self._roll(self._board, failure).error()
         except RuntimeError:
             # The store is gone with the first rank, which serves it unless a launcher does.
-            return Roll(failure, {}, (0,) if self.rank else (), {}, {}).error()
+            return RankAnswers(failure, {}, (0,) if self.rank else (), {}, {}).error()
 
-    def _roll(self, board: Board, failure: Failure) -> Roll:
+    def _roll(self, board: Board, failure: Failure) -> RankAnswers:
         end = time.monotonic() + self.pace.roll
         places = {rank: self._place(failure, rank) for rank in self.ranks if rank != self.rank}
         absent, left = set(places), dict[int, str]()
@@ -274,7 +274,7 @@ class Watch:
         records = {rank: Record.read(board.get(places[rank])) for rank in there}
         records[self.rank] = Record.read(self._record())
         seen = {r: board.get(self._seen(r)) for r in absent if board.check(self._seen(r))}
-        return Roll(failure, records, sorted(absent), seen, left)
+        return RankAnswers(failure, records, sorted(absent), seen, left)
 
     def _dump(self, reason: str) -> str:
         """Writes this rank's record; returns the folder, or "" if that is impossible."""

@@ -35,7 +35,7 @@ Named = Sequence[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepPart:
     """This rank's part of a step besides gradients.
 
     Attributes:
@@ -107,7 +107,7 @@ class StepCheck:
         self._before = [(tensor, tensor.clone()) for tensor in written] if self.wanted else []
 
     @torch.no_grad()
-    def decide(self, squares: Tensor, seen: Seen, scaler: Scaler | None) -> Outcome:
+    def decide(self, squares: Tensor, seen: StepPart, scaler: Scaler | None) -> Outcome:
         """Combines the reports of all ranks and decides; nothing waits for the device.
 
         Args:
@@ -137,7 +137,7 @@ class StepCheck:
         self._report.copy_(torch.stack([fine.double(), alike.double(), loss, norm]))
         return Outcome(norm, loss, made)
 
-    def read(self, seen: Seen, named: Callable[[], tuple[Named, Named]]) -> None:
+    def read(self, seen: StepPart, named: Callable[[], tuple[Named, Named]]) -> None:
         """Raises, on all ranks, unless training may continue.
 
         Args:
@@ -161,7 +161,7 @@ class StepCheck:
         """Ends a step; if the host reads late, raises the error of the previous step.
 
         Args:
-            differences: as in `Seen`.
+            differences: as in `StepPart`.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: as `read`.
@@ -184,7 +184,7 @@ class StepCheck:
             loss, norm: of that step.
             fine: whether all gradients were finite.
             alike: whether ranks were given alike.
-            differences: as of `Seen`.
+            differences: as of `StepPart`.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: as `read`.

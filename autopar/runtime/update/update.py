@@ -25,7 +25,7 @@ from autopar.runtime.update.owners import (
     with_owners,
 )
 from autopar.runtime.update.scaler import Scaler
-from autopar.runtime.update.step_check import Named, Seen, StepCheck, check_policy
+from autopar.runtime.update.step_check import Named, StepCheck, StepPart, check_policy
 
 if TYPE_CHECKING:
     from autopar.runtime.parameters.shards import Weight, Weights
@@ -233,7 +233,7 @@ class Update:
                     todo="correct the scheduler",
                 )
 
-    def step(self, squares: Callable[[], Tensor], seen: Seen) -> tuple[Tensor, Tensor | None]:
+    def step(self, squares: Callable[[], Tensor], seen: StepPart) -> tuple[Tensor, Tensor | None]:
         """Updates the parameters by their gradients, which have been collected, and gathers them.
 
         That is left out if the ranks decide against it; see `step_check.py`.

@@ -15,23 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import OptionError
-from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, Row, Whole, checked
+from autopar.files.checked_values import (
+    FLAG,
+    NOTHING,
+    AnyOf,
+    Check,
+    Instance,
+    Integer,
+    Number,
+    Row,
+    checked,
+)
 from autopar.session.generation.processors import Processor, Processors
 
-_FUNCTION = Of((Callable,), "a function of tokens and scores")  # type: ignore[arg-type]
-_TOKEN = Whole(0, 2**31)
+_FUNCTION = Instance((Callable,), "a function of tokens and scores")  # type: ignore[arg-type]
+_TOKEN = Integer(0, 2**31)
 _CHECKS: dict[str, Check] = {
-    "do_sample": Or((NOTHING, FLAG)),
-    "temperature": Or((NOTHING, Number(0, 1e30))),
-    "top_k": Or((NOTHING, Whole(0, 2**31))),
-    "top_p": Or((NOTHING, Number(0, 1))),
-    "eos_token_id": Or((NOTHING, _TOKEN, Row(_TOKEN))),
-    "pad_token_id": Or((NOTHING, _TOKEN)),
-    "seed": Or((NOTHING, Whole(0, 2**63 - 1))),
-    "max_new_tokens": Or((NOTHING, Whole(1, 2**31))),
-    "decoder_start_token_id": Or((NOTHING, _TOKEN)),
-    "repetition_penalty": Or((NOTHING, Number(0, 1e30, above=True))),
-    "logits_processor": Or((NOTHING, Row(_FUNCTION))),
+    "do_sample": AnyOf((NOTHING, FLAG)),
+    "temperature": AnyOf((NOTHING, Number(0, 1e30))),
+    "top_k": AnyOf((NOTHING, Integer(0, 2**31))),
+    "top_p": AnyOf((NOTHING, Number(0, 1))),
+    "eos_token_id": AnyOf((NOTHING, _TOKEN, Row(_TOKEN))),
+    "pad_token_id": AnyOf((NOTHING, _TOKEN)),
+    "seed": AnyOf((NOTHING, Integer(0, 2**63 - 1))),
+    "max_new_tokens": AnyOf((NOTHING, Integer(1, 2**31))),
+    "decoder_start_token_id": AnyOf((NOTHING, _TOKEN)),
+    "repetition_penalty": AnyOf((NOTHING, Number(0, 1e30, above=True))),
+    "logits_processor": AnyOf((NOTHING, Row(_FUNCTION))),
 }
 _DEFAULTS: dict[str, Any] = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,

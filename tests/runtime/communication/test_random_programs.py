@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.cost import collectives
 from autopar.cost.collectives import written
-from autopar.cost.programs.collective_judge import judge
+from autopar.cost.programs.collective_checker import check_program
 from autopar.cost.programs.row_check import checked
 from autopar.errors import AutoparError, CollectiveError
 from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms
@@ -186,7 +186,7 @@ def test_random_programs_run_as_the_judge_proves(tmp_path: Path) -> None:
     collectives.algorithms.cache_clear()
     try:
         for seed in seeds:
-            judge(written("all_reduce", f"random_{seed}", (4,)))
+            check_program(written("all_reduce", f"random_{seed}", (4,)))
     finally:
         collectives.__path__.remove(str(tmp_path))
         collectives.algorithms.cache_clear()

@@ -10,7 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.inter_op.placement.methods._greedy_start import Partial
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 
 def place(problem: PlacementProblem, **options: Any) -> Placed:
@@ -31,5 +35,8 @@ def place(problem: PlacementProblem, **options: Any) -> Placed:
         for t in problem.outputs[v]:
             waiting[t.b] -= 1
             ready += [t.b] if not waiting[t.b] else []
-    played = (play(problem, partial.devices, order), play(problem, partial.devices))
+    played = (
+        simulate_placement(problem, partial.devices, order),
+        simulate_placement(problem, partial.devices),
+    )
     return min(played, key=lambda placed: placed.seconds)

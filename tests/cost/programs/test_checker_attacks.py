@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost.collectives import written
-from autopar.cost.programs.collective_judge import judge_scripts
+from autopar.cost.programs.collective_checker import check_scripts
 from autopar.cost.programs.collective_program import CollectiveProgram, Message, Post, Script
 from autopar.errors import CollectiveError
 from tests.cost.programs.grids import ALGORITHMS, grids
@@ -154,7 +154,7 @@ def attack(number: int) -> bool:
     program = written(kind, name, draw.choice(SHAPES), draw.randint(1, 2))
     scripts = damaged(program, draw)
     try:
-        judge_scripts(kind, program.chunks, scripts)
+        check_scripts(kind, program.chunks, scripts)
     except CollectiveError:
         return False
     for _ in range(4):
@@ -193,4 +193,4 @@ def test_no_damaged_program_of_many_gets_through() -> None:
 def test_rounds_that_depend_on_chance_are_refused(posts: list[tuple[int, str]], said: str) -> None:
     first = tuple(Post(peer, (0,), does) for peer, does in posts)
     with pytest.raises(CollectiveError, match=said):
-        judge_scripts("all_reduce", 1, [(first,), ()])
+        check_scripts("all_reduce", 1, [(first,), ()])

@@ -17,7 +17,7 @@ _Sum = tuple[str, str]  # parameter, axis
 _Gradient = tuple[int, int, int]  # stage, copy, microbatch
 
 
-class Owed:
+class MissingSums:
     """The sums that the gradients of a row still need.
 
     Args:
@@ -30,7 +30,7 @@ class Owed:
         sums = [one for one in row if one.over != COPIES]
         self._names = {name for one in sums for name in one.names} | {_OTHERS}
         self._axes = {axis for one in sums for axis in one.axes} or {_OTHERS}
-        self._owed: dict[_Gradient, set[_Sum]] = {}
+        self._missing: dict[_Gradient, set[_Sum]] = {}
         self._begun: dict[Action, dict[_Gradient, set[_Sum]]] = {}
 
     def _sums(self, action: Action) -> set[_Sum]:
@@ -45,13 +45,13 @@ class Owed:
         """Notes a compute action: a backward owes all sums of its gradients."""
         if action.kind in "BW":
             plain = action._replace(names=(), over="")
-            self._owed[action.stage, action.copy, action.microbatch] = self._sums(plain)
+            self._missing[action.stage, action.copy, action.microbatch] = self._sums(plain)
 
     def ended(self, action: Action) -> str:
         """Notes a sum or an update; returns why it may not stand there, "" if it may."""
         own = {
             key: sums
-            for key, sums in self._owed.items()
+            for key, sums in self._missing.items()
             if key[:2] == (action.stage, action.copy)
             and (action.microbatch == ALL or key[2] <= action.microbatch)
         }
@@ -60,7 +60,7 @@ class Owed:
             if any(own.values()) or any(waiting):
                 return f"gradients of stage {action.stage} are not synchronised"
             for key in own:
-                del self._owed[key]
+                del self._missing[key]
         elif action.kind == SYNC_AWAIT:
             if self._begun.pop(action._replace(kind=SYNC_BEGIN), None) is None:
                 return "the sum that it waits for has not begun"
