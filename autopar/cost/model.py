@@ -58,7 +58,7 @@ class AnalyticModel:
             other work overlaps with them (`step_efficiency` of the device), or each as run alone.
 
     Attributes:
-        chosen: the algorithms of calls that name none, as a plan says them.
+        chosen: the algorithms, chosen by a plan, of calls that do not name one.
 
     Raises:
         UnknownDeviceError: the device is neither described nor in devices.toml.
@@ -93,7 +93,7 @@ class AnalyticModel:
 
         Raises:
             MeshError: the mesh has no such axis.
-            CollectiveError: there is no such algorithm, or not for so many devices.
+            CollectiveError: the algorithm does not exist, or not for this number of devices.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
         call = self.chosen.named(call)

@@ -33,7 +33,7 @@ _EXACT = 1e-12  # relative tolerance for sums in a different order
 class _Group:
     """Numbers of stages with the same fill and the same microbatches in flight.
 
-    `most_fill` exceeds `fill` where the group stands for several others, see `_relaxed`.
+    `most_fill` exceeds `fill` if the group represents several others, see `_relaxed`.
     """
 
     fill: float

@@ -25,11 +25,11 @@ class Assumptions:
             gains nothing.
         recompute: runs of blocks that recompute their activations in the backward, including the
             resharding between their operators.
-        microbatches: number in a step; costs are those of one, with its share of costs per step.
+        microbatches: number in a step; costs are per microbatch, with its share of costs per step.
         allowed_storages: the storages that a parameter may have, by default all that make sense.
         bucket: bytes of gradients, or of parameters, in one call; 1 for a call for each.
         precision: in which dtypes parameters are updated and gradients sent.
-        offload: what is kept in host memory.
+        offload: the tensors that are kept in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.

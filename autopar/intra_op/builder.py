@@ -381,7 +381,7 @@ class Builder:
         total, group = cost, np.zeros(len(rows), dtype=np.int64)
         if root.name == source:
             total = cost + np.array(self.choices[a].cost)[:, None]
-            # Among layouts with equal bytes, one stands for all.
+            # Among layouts with equal bytes, only one is considered.
             nbytes = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
             group = np.unique(nbytes, return_inverse=True)[1]
         least = np.full((group.max() + 1, len(columns)), np.inf)

@@ -1,4 +1,4 @@
-"""A strategy problem together with the layouts and figures that its choices stand for."""
+"""A strategy problem together with the layouts and figures of its choices."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Built:
         backward: node -> for each choice, seconds of its backward kernels.
         synchronised: parameter's share -> for each choice, seconds of synchronising its gradient,
             for which the backward does not wait.
-        sums: node -> bytes of each choice: for a parameter those of the parameter, its gradient,
-            optimizer state and gathered copy; for an operator those saved for the backward in all
-            blocks.
+        sums: node -> bytes of each choice: for a parameter, its own bytes and those of its
+            gradient, optimizer state and gathered copy; for an operator, the bytes saved for the
+            backward in all blocks.
         points: a description of each time point of the problem.
         once: parameter's share -> for each choice, seconds that a step spends once on reducing the
             gradient and on gathering the updated parameter.

@@ -21,7 +21,7 @@ from autopar.plan_entries import NodePlan
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of a problem node: layouts for each IR node that it stands for, and its form."""
+    """One choice of a problem node: layouts for each of its IR nodes, and its form."""
 
     label: str
     operands: tuple[Layout, ...]

@@ -80,7 +80,7 @@ class StoredCost:
 
     @cached_property
     def _parts(self) -> tuple[float, ...]:
-        """Returns seconds by what hides them: nothing, the backward, the forward."""
+        """Returns the seconds that are exposed, hidden by the backward, hidden by the forward."""
         behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
@@ -98,7 +98,7 @@ class StoredTraffic:
         separate_gathers: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
-        residual: bytes of what compressed messages left out, for a step that is not made.
+        residual: bytes of the residuals of compressed messages that a skipped step must restore.
     """
 
     seconds: dict[str, float]
@@ -218,7 +218,7 @@ def _no_states(away: bool, in_parts: bool) -> tuple[LocalState, ...]:
 def bucket_of(graph: Graph) -> int:
     """Returns the bytes of gradients or parameters sent together: a block, or a tenth of the model.
 
-    A block's bucket holds what FSDP gathers and reduces at once (arXiv:2304.11277, section 4).
+    A block's bucket holds the parameters of one FSDP unit (arXiv:2304.11277, section 4).
     """
     leaves = {leaf.name: leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad}
     blocks = [sum(leaves.get(n, 0) for n in repeat.iterations[0]) for repeat in graph.repeats]
@@ -229,8 +229,9 @@ def bucket_by_price(graph: Graph, mesh: Mesh, prices: CostModel) -> int:
     """Returns the bytes of gradients or parameters sent together, by measured prices.
 
     Tensors of many owners that share a call pay its latency once, and are copied into and out of a
-    common buffer. Where copies take longer than the calls that they save, buckets are smaller than
-    `bucket_of` says, down to one for each tensor. A typical call is a reduce_scatter over all axes.
+    common buffer. If copies take longer than the calls that they save, buckets are smaller than
+    `bucket_of` returns, down to one for each tensor. A typical call is a reduce_scatter over all
+    axes.
 
     Args:
         graph: graph with the parameters.

@@ -1,12 +1,12 @@
 """Checks that complete rows run to completion where a send and its receive wait for each other.
 
-This is the independent checker of `complete`: it simulates the ranks and does not know how the rows
-were built. Each rank runs its row in order. It computes an action once its inputs have arrived,
-posts transfers without blocking, and waits for other ranks in two cases: where all copies of
-parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0). A
-transfer completes once both sides have posted it and it is next in the queue of both. Depending on
-`Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains both).
-`weights_checker.py` walks the same rows for the weights that they use.
+This is the independent checker of `complete`: it simulates the ranks, and shares no code with the
+construction of rows. Each rank runs its row in order. It computes an action once its inputs have
+arrived, posts transfers without blocking, and waits for other ranks in two cases: where all copies
+of parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0).
+A transfer completes once both sides have posted it and it is next in the queue of both. Depending
+on `Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains
+both). `weights_checker.py` walks the same rows for the weights that they use.
 """
 
 from __future__ import annotations

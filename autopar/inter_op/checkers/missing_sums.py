@@ -34,7 +34,7 @@ class MissingSums:
         self._begun: dict[Action, dict[_Gradient, set[_Sum]]] = {}
 
     def _sums(self, action: Action) -> set[_Sum]:
-        """Returns the sums that an action stands for, of its stage's gradients."""
+        """Returns the sums of its stage's gradients that an action performs."""
         axes: Iterable[str] = action.axes or self._mesh(action) or self._axes
         return set(product(action.names or self._names, axes))
 
@@ -48,7 +48,7 @@ class MissingSums:
             self._missing[action.stage, action.copy, action.microbatch] = self._sums(plain)
 
     def ended(self, action: Action) -> str:
-        """Notes a sum or an update; returns why it may not stand there, "" if it may."""
+        """Records a sum or an update; returns why it is invalid at this place, or ""."""
         own = {
             key: sums
             for key, sums in self._missing.items()
@@ -76,7 +76,7 @@ class MissingSums:
             return f"the mesh of stage {action.stage} has no axis {min(strange)}"
         fresh = {key: sums for key, sums in own.items() if sums}
         for key, sums in fresh.items():
-            # What has begun is no longer there, until it is awaited.
+            # A sum that has begun is not available until it is awaited.
             away = [row[key] for row in self._begun.values() if key in row]
             if wanted - sums - set().union(*away):
                 return f"gradients of stage {action.stage} would be added up twice"

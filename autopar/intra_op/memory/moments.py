@@ -23,7 +23,7 @@ class Block:
 
 @dataclass(frozen=True)
 class OffloadSpan:
-    """A block with offloaded activations: when they are gone, and when they are back."""
+    """The times at which a block's offloaded activations have left the device and are back."""
 
     gone: float
     back: float

@@ -119,7 +119,7 @@ class Megatron:
         return {**pins, **self._pairs(context, axes), **self._stream(context, axes)}
 
     def _pairs(self, context: PinContext, axes: Axes) -> dict[str, str]:
-        """Returns the pins of what pairs and the head give; else weights might be gathered."""
+        """Returns pins of the results of pairs and of the head, so that no weights are gathered."""
         inner, streams, pins = set(context.roles.inner), set(context.roles.streams), {}
         columns = {*inner, *self._vocabulary(context)}
         for item in context.roles.linears:

@@ -39,9 +39,9 @@ class Failure:
     """A strategy that computes something wrong.
 
     Attributes:
-        op, example, mesh, strategy: what was run, as text.
+        op, example, mesh, strategy: the case that was run, as text.
         rank: the first rank that differs.
-        value: what differs: "result 0", "gradient of operand 1", or the error that was raised.
+        value: the value that differs, "result 0" or "gradient of operand 1", or the error raised.
         difference: the largest difference; infinite if nothing can be compared.
     """
 
@@ -128,7 +128,7 @@ class Case:
         return Failure(*where, rank, value, difference)
 
     def _differences(self, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[float, int, str]]:
-        """Yields (difference, rank, what differs) for every result and gradient."""
+        """Yields (difference, rank, name) for every result and gradient."""
         layouts = (strategy.operands, strategy.results)
         inputs = [
             self._deal(value.detach(), layout, layout.partial, mesh)

@@ -41,7 +41,7 @@ Trace = Callable[[Node, tuple[TensorType, ...], tuple[bool, ...], Container[str]
 
 
 def split_functions(graph: Graph, rules: Mapping[str, OpRule], joint: Trace) -> Graph:
-    """Returns `graph` with a rule beside each Function that can be split and has none in `rules`.
+    """Returns `graph` with a rule attached to each Function that can be split and has no rule yet.
 
     Args:
         graph: a captured graph.

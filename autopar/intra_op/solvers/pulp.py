@@ -1,4 +1,4 @@
-"""The integer program with named variables, in PuLP: readable, and a check of the one in arrays.
+"""The integer program with named variables, in PuLP: readable, and a check of the array version.
 
 The program is that of `_integer`, stated without its arrays and its reductions:
 

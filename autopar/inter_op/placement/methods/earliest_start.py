@@ -1,4 +1,4 @@
-"""ETF: of all tasks that are ready, the one that can start first, on the device where it can.
+"""Earliest task first (ETF): runs the ready task that can start first, on the device where it can.
 
 Hwang, Chow, Anger and Lee, "Scheduling Precedence Graphs in Systems with Interprocessor
 Communication Times" (SIAM J. Comput. 18, 1989). Ties go to the higher rank, then to the faster

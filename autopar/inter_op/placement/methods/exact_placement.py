@@ -112,7 +112,7 @@ class _PulpProgram:
                 self.lp += self.start[v] >= self.ends[w] - 1e3 * (first + free)
 
     def order(self) -> list[int]:
-        """Returns the tasks by start, those that wait for another one after it."""
+        """Returns the tasks in the order of their starts, each after its predecessors."""
         place = {v: k for k, v in enumerate(self.problem.order)}
         starts = [float(start.varValue or 0.0) for start in self.start]
         waiting = sorted(range(len(starts)), key=lambda v: (starts[v], place[v]))

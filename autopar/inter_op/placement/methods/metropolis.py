@@ -1,7 +1,7 @@
 """Markov chain Monte Carlo over placements, as FlexFlow's search applied to devices.
 
 A random task moves to a random device, two tasks exchange their devices, or two neighbours in the
-order exchange their places; the play decides, by Metropolis' rule at a falling temperature. The
+order are swapped; the simulated time decides, by Metropolis' rule at a falling temperature. The
 walk starts from the best placement of list scheduling that fits.
 """
 

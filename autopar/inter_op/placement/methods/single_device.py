@@ -1,4 +1,4 @@
-"""All tasks on the one device that is fastest for them."""
+"""Places all tasks on the single device that is fastest for them."""
 
 from __future__ import annotations
 
