@@ -22,9 +22,9 @@ Marks that an action may carry, in this order:
   `SYNC_BEGIN0.7/@node@rack`, `SYNC0.7/@gpu(wte.weight)`, `SYNC0.7/(wte.weight)` over all axes.
 
 Microbatches are numbered within a period of the schedule; `B2.-1` is the backward of the last one
-of the period before. An UPDATE with a number takes the gradients up to that microbatch, and
-concerns its own stage; one without ends a flushed step, and all ranks decide together whether it
-is made. SYNCs over copies that stand side by side in a row are one exchange, and so are UPDATEs
+of the previous period. An UPDATE with a number uses the gradients up to that microbatch, and
+updates its own stage. An UPDATE without a number ends a flushed step; all ranks decide together
+whether to apply it. Adjacent SYNCs over copies are one exchange, and so are adjacent UPDATEs
 without a number.
 """
 
@@ -41,7 +41,7 @@ COMPUTE: Final = ("F", "B", "I", "W")
 TRANSFER: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE = "SYNC", "SYNC_BEGIN", "SYNC_AWAIT", "UPDATE"
 _SUMS: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT)
-ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # what becomes of gradients
+ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # of gradients
 KINDS: Final = (*COMPUTE, *TRANSFER, *ENDING)
 ALL: Final = -(2**31)  # the microbatch of an action that concerns them all
 COPIES: Final = "copies"
@@ -52,11 +52,11 @@ _TEXT = re.compile(
     r"(?:(?P<way>[<>])(?P<other>\d+))?(?:/(?P<over>copies|(?:@[A-Za-z_]\w*)*)(?:\((?P<names>[^()\s]+)\))?)?\Z",
     re.ASCII,
 )
-_UNQUOTED = "[]:-"  # in names of parameters, beside letters, digits, dots and underscores
+_UNQUOTED = "[]:-"  # in names of parameters, in addition to letters, digits, dots and "_"
 
 
 class Action(NamedTuple):
-    """One action; `str` gives what `parse` reads.
+    """One action; `parse` reads the result of `str`.
 
     Attributes:
         kind: one of KINDS.

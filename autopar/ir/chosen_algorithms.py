@@ -35,7 +35,7 @@ class Algorithm:
     Attributes:
         name: of the algorithm.
         pieces: number of pieces of each chunk.
-        shape: the sizes of the levels; () for those of the axes.
+        shape: the sizes of the levels; () for the sizes of the axes.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class ChosenRow:
-    """One row: calls of a kind over axes, from so many bytes on, run by an algorithm."""
+    """One row: calls of a kind over axes, from a number of bytes on, run by an algorithm."""
 
     kind: str
     axes: tuple[str, ...]
@@ -154,8 +154,8 @@ class ChosenAlgorithms:
 
         Args:
             kind: the collective.
-            axes: over which it is.
-            nbytes: what each device brings to it.
+            axes: the mesh axes over which it runs.
+            nbytes: payload of each device before the call.
         """
         found = ""
         for row in self._rows.get((kind, frozenset(axes)), ()):

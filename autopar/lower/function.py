@@ -1,7 +1,7 @@
 """Writes the lines of one function: operators in execution order, with the resharding between them.
 
-A value that several readers want in one layout is resharded once. A resharded value reuses the
-variable of the old value if nothing reads that any more, which frees its memory.
+A value that several readers need in the same layout is resharded once. A resharded value reuses the
+variable of the old value if nothing reads the old value any more, which frees its memory.
 """
 
 from __future__ import annotations

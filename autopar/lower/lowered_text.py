@@ -7,8 +7,8 @@
         fc = all_reduce %linear(fc) : [8@data, 16] +sum(gpu) -> [8@data, 16] | over gpu | ...
         return fc: %linear [8@data, 16]
 
-A line names the node of the graph that it computes or reshards; everything else stands in the
-graph. The functions of repeated blocks come first, then `forward`, then `aside` if there are
+A line names the node of the graph that it computes or reshards; the graph contains the rest of the
+information. The functions of repeated blocks come first, then `forward`, then `aside` if there are
 outputs that training does not need. Further attributes of a line follow `|`.
 """
 

@@ -153,8 +153,8 @@ class Call:
     def repeated(self, count: int) -> Call:
         """The call with `count` times as many samples.
 
-        Only tensors whose first dimension is that of the first tensor grow; others, as a mask that
-        all samples share, stay as they are.
+        Only tensors with the first dimension of the first tensor grow; other tensors, such as a
+        mask that all samples share, are unchanged.
 
         Raises:
             BatchError: no tensor has a dimension.

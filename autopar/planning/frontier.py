@@ -106,7 +106,7 @@ def fastest_together(
         limit: bytes per device.
 
     Raises:
-        InfeasibleError: no choice fits, or not even one model does; says what the models need.
+        InfeasibleError: no choice fits, or a single model does not; states the models' needs.
     """
     fastest = {name: _alone(name, plan, limit) for name, plan in plans.items()}
     if CombinedPlans.of(fastest.values()).peak <= limit:
@@ -142,7 +142,7 @@ def _alone(name: str, plan: Callable[[float], Plan], limit: float) -> Plan:
 
 
 def _within(limit: float, plan: Callable[[float], Plan]) -> Callable[[float], Plan]:
-    """Returns a function that never asks for more than a limit."""
+    """Returns a planning function whose memory limit is at most `limit`."""
     return lambda most: plan(min(most, limit))
 
 

@@ -1,4 +1,4 @@
-"""Prices what kernels save: the operators that they replace, less the kernels themselves."""
+"""Prices the savings of kernels: the operators that they replace, minus the kernels themselves."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ from autopar.stage_plan import StagePlan
 def savings(
     graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """Returns what each kernel saves that replaces several operators.
+    """Returns the savings of each kernel that replaces several operators.
 
-    The lines of the lowered program give the kernels, so the savings are those of the program that
-    runs.
+    The kernels are those of the lowered program, so the savings are those of the program that runs.
 
     Args:
         graph: the prepared graph.

@@ -27,7 +27,7 @@ SAMPLES = 16  # placements drawn for one step
 RATE = 3e-3  # of Adam
 KEPT = 0.9  # weight of the past in the baseline
 CLIP = 1.0  # most norm of a gradient
-UNFIT = 10.0  # what a placement that does not fit counts, in seconds of all tasks
+UNFIT = 10.0  # cost of a placement that does not fit, relative to the seconds of all tasks
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,8 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
     """Returns every way to train, the fastest first; with equal seconds, the least memory.
 
     Args:
-        capture: captures the model on the batch of one of so many replicas, for its mesh.
+        capture: captures the model on one replica's batch, given the number of replicas and its
+            mesh.
         mesh: all devices.
         options: of planning.
 

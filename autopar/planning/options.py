@@ -43,7 +43,7 @@ class Options:
 
     Attributes:
         table: sharding rules by operator.
-        update: states that the optimizer keeps, and what it asks of a parameter's layout.
+        update: states that the optimizer keeps, and its requirements on a parameter's layout.
         whole: the mesh that contains the planned one, and that the calibration is for.
         fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
         stages: number of pipeline stages, or "auto" to search for the fastest pipeline.

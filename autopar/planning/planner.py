@@ -222,7 +222,7 @@ class Planner:
         )
 
     def _simulated(self, chosen: Fitted) -> Fitted:
-        """Returns a plan with what its kernels save, and with its simulated peak."""
+        """Returns a plan with the savings of its kernels, and with its simulated peak."""
         graph, rules = self.graph, self.options.table
         plan = packed(graph, chosen.plan, self.known)
         plan = replace(plan, fused=savings(graph, plan, rules, self.known))

@@ -19,7 +19,7 @@ _MOST = 3  # other processes; batches are small, and each process loads torch
 
 
 class Workers:
-    """This process and others beside it, which end with it or with a `with` block.
+    """This process and worker processes, which end with it or with a `with` block.
 
     Args:
         others: number of other processes; None for one on each other core, up to three.
@@ -93,7 +93,7 @@ class _Worker:
 
 
 def _end(process: SpawnProcess) -> None:
-    """Ends a process, whose processor seconds then count among those of this one's children."""
+    """Ends a process; its processor seconds then count among those of child processes."""
     process.kill()
     process.join()
 

@@ -1,7 +1,7 @@
-"""The largest numbers of a tensor, with their places.
+"""Top-k: sends the largest numbers of a tensor, with their indices.
 
 Lin et al., "Deep Gradient Compression" (arXiv:1712.01887); Stich et al., "Sparsified SGD with
-Memory" (arXiv:1809.07599), for what error feedback promises.
+Memory" (arXiv:1809.07599), for the convergence with error feedback.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class OverlappableLinears:
 
     Args:
         graph: prepared.
-        alone: numbers of runs of blocks without such overlap: those that recompute selectively,
+        alone: numbers of the runs of blocks without such overlap: runs that recompute selectively,
             since torch recognises only its own matrix products.
     """
 

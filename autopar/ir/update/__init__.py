@@ -1,4 +1,4 @@
-"""The update of a step as a value: states of every parameter, and what an optimizer asks of it."""
+"""The update of a step as a value: states of every parameter, and an optimizer's requirements."""
 
 from autopar.ir.update.kept_states import LocalState, nbytes_in, shared_states, states_of
 from autopar.ir.update.ownership import deal, owner_hops

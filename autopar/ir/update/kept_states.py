@@ -62,7 +62,7 @@ def states_of(
         tensor: its type.
         mesh: the devices.
         precision: dtypes of updates and messages.
-        away: whether what only the update needs is kept in host memory.
+        away: whether states that only the update needs are kept in host memory.
         in_parts: whether a kernel updates parts in flat buffers.
     """
     return tuple(_states(rule, storage, tensor, mesh, precision, away, in_parts))

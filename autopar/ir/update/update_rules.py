@@ -1,4 +1,4 @@
-"""Update: which states an optimizer keeps of a parameter, and which layout its kernel asks for.
+"""Update: the states that an optimizer keeps of a parameter, and the layout that its kernel needs.
 
 An update is a list of rules; the first rule that applies to a parameter counts:
 
@@ -177,7 +177,7 @@ class Rule:
         )
 
     def applies(self, name: str, ndim: int) -> bool:
-        """Returns whether it is for a parameter of this name with so many dimensions."""
+        """Returns whether it applies to a parameter of this name with `ndim` dimensions."""
         named = not self.names or any(_matches(name, each) for each in self.names)
         return named and self.dims in (ANY, dims_of(ndim))
 
@@ -192,9 +192,9 @@ class Rule:
         return self.needs == WHOLE
 
     def load(self, shape: Sequence[int]) -> float:
-        """Returns the load of an owner of a parameter, by which they are dealt.
+        """Returns the load of a parameter's owner, by which parameters are distributed.
 
-        It is the FLOPs of the products, else the size of the states that it keeps.
+        It is the number of FLOPs of the products, or else the size of the states.
         """
         if self.products is None:
             return self.nbytes(TensorType("f32", tuple(shape))) or float(math.prod(shape))
@@ -206,7 +206,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def dims_of(ndim: int) -> str:
-    """Returns the letters of so many dimensions, "a b" for two."""
+    """Returns the letters of `ndim` dimensions, such as "a b" for two."""
     return " ".join(_LETTERS[:ndim])
 
 
@@ -243,7 +243,7 @@ class Update:
 
     @classmethod
     def of_bytes(cls, state_bytes: float, whole: bool = False) -> Update:
-        """Returns an update with so many bytes of state per byte of a parameter.
+        """Returns an update with a number of bytes of state per byte of a parameter.
 
         Args:
             state_bytes: as plan files before this value said it.

@@ -27,7 +27,7 @@ class Ids:
         source: the value that holds them.
         dims: names of the dimensions of the value that was asked for.
         experts: how many experts there are.
-        pairs: whether every choice of a token stands for a token of its own.
+        pairs: whether every choice of a token is treated as a separate token.
     """
 
     source: str
@@ -99,7 +99,7 @@ class ChosenElements:
 
     @cached_property
     def _first(self) -> dict[object, str]:
-        """The first node of those that compute the same."""
+        """The first of several nodes that compute the same value."""
         nodes: dict[object, str] = {}
         for node in self.graph.nodes:
             if node.op in ("aten.select.int", "aten.slice.Tensor"):

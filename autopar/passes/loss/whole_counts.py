@@ -7,7 +7,7 @@ runtime adds up over all microbatches before the step, and what adds up is multi
 
     1/n Σ n S_i / Σ c_i  =  Σ S_i / Σ c_i
 
-A sum without a count is multiplied by n, too. Means over a fixed number of elements stay, because
+A sum without a count is also multiplied by n. Means over a fixed number of elements stay, because
 they are equal in all microbatches. The keyword `counts` of the input holds the graph that computes
 one microbatch's count.
 """

@@ -1,7 +1,7 @@
 """Plans of a model that generates: a prefill and a decode over the same stored parameters.
 
-The plan that is made first chooses where parameters and caches lie, and the other one reads them
-there. Both orders are planned; the pair with the shortest generation is kept.
+The plan that is made first chooses the layouts of parameters and caches, and the other plan uses
+them. Both orders are planned; the pair with the shortest generation is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The simplest of the pipelines that prices cannot tell apart.
+"""The simplest of the pipelines that are equally fast within the error of prices.
 
-Two pipelines of a device are priced by the same tables, so only the prices of what differs between
-them are uncertain (see cost/uncertainty.py). If this uncertainty exceeds the difference of their
-times, the pipeline with fewer stages is taken; among equally many stages, the fastest.
+Two pipelines on a device are priced by the same tables, so only the prices in which they differ are
+uncertain (see cost/uncertainty.py). If this uncertainty exceeds the difference of their times, the
+pipeline with fewer stages is chosen; among pipelines with equally many stages, the fastest.
 """
 
 from __future__ import annotations

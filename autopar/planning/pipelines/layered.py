@@ -86,7 +86,7 @@ def runs(kinds: Sequence[Hashable]) -> Signature:
 
 
 def unlike(recompute: str, kinds: Sequence[Hashable], signature: Signature, part: Graph) -> bool:
-    """Returns whether a stage cannot recompute as the user asks.
+    """Returns whether a stage cannot recompute in the way that the user requests.
 
     A program recomputes runs of equal blocks. A stage with a single block has no such run, so it
     would save time that longer stages cannot save.

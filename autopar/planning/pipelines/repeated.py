@@ -1,8 +1,8 @@
 """Turns the problem of one microbatch into that of a pipeline stage, which runs many.
 
 A problem is built for one forward and one backward of a microbatch. A stage has further
-microbatches in flight, whose saved activations and gathered parameters stay in memory, and what it
-reduces once in a step can overlap with the last backward only.
+microbatches in flight, whose saved activations and gathered parameters stay in memory. Reductions
+that run once in a step can overlap with the last backward only.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _SURE = 8  # pipelines to simulate in any case
 INEXACT = 0.03  # largest fraction by which a simulation is faster than its closed form
 # No operator is more efficient on less work; the margin allows for rounding.
 _OPTIMISM = 0.98
-# Fraction of memory that pricing leaves free for what only the simulation counts.
+# Fraction of memory that pricing leaves free for buffers that only the simulation counts.
 _SPARE = 0.02
 _FIGURES = 20  # a rank's memory is rounded up to 1/20 of a stage's
 # All schedules but GPipe keep about as much on a rank as one microbatch keeps of all layers.
@@ -67,7 +67,8 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        pipeline: the fastest by simulation, or a simpler one that prices cannot tell from it.
+        pipeline: the fastest by simulation, or a simpler one that is equally fast within the error
+            of prices.
         seconds: simulated seconds of its step.
         timeline: of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
@@ -307,7 +308,7 @@ def simulate_pipeline(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Ti
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
     """Returns the microbatches in flight of even pipelines, as `StageCosts` takes them.
 
-    They are those of the first rank, and with several chunks also of the last.
+    They are the numbers of the first rank, and with several chunks also of the last.
     """
     levels: dict[tuple[int, int, int], set[int]] = {}
     for one, ranks in product(laws, sizes):

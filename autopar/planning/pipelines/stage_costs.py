@@ -103,7 +103,7 @@ class StageCosts:
         memory: bytes of a device, of all or by `Mesh.kind`.
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
-        flight: what schedules keep in flight.
+        flight: numbers of microbatches that schedules keep in flight.
         streamed: the schedule, if it is asynchronous.
     """
 
@@ -182,7 +182,8 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are those of even pipelines of which these layers can be one chunk, and a whole device.
+        They are the shares of even pipelines in which these layers form one chunk, and a whole
+        device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(
@@ -202,8 +203,8 @@ class StageCosts:
     def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
         """Returns the logical meshes to try.
 
-        They are the first `shapes` of them, and the one on which each row of devices takes one
-        sample, if such a row lies within one host.
+        They are the first `shapes` meshes, and the mesh on which each row of devices takes one
+        sample, if such a row is inside one host.
         """
         samples = self.layered(microbatches).samples
         meshes = list(submesh.meshes[: self.shapes])

@@ -27,7 +27,7 @@ class Share(NamedTuple):
     in_flight: tuple[int, ...]
 
     def limit(self, memory: float, transient: float) -> float:
-        """Returns the bytes for what is kept, on a device of `memory` bytes."""
+        """Returns the bytes for kept tensors of a chunk, on a device of `memory` bytes."""
         return (memory - transient) / self.chunks
 
     def fits(self, candidate: Candidate, in_flight: int, memory: float) -> bool:
@@ -99,7 +99,7 @@ def along(
 
 
 def front(candidates: Sequence[Candidate], microbatches: int) -> tuple[Candidate, ...]:
-    """Returns candidates, the fastest first, without those that another one dominates.
+    """Returns the candidates that no other one dominates, the fastest first.
 
     Args:
         candidates: to compare.
