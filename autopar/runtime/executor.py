@@ -113,7 +113,7 @@ class Executor:
 
         Args:
             program: the loaded program.
-            values: whole buffers and constants by name, for those that only it reads.
+            values: whole buffers and constants by name that only this program reads.
 
         Returns:
             The variant, for `step` and `forward`.
@@ -232,7 +232,7 @@ class Executor:
         """Never called, since nothing is under way in a program of its fingerprint."""
 
     def meet(self, call: str, drain: bool = True) -> None:
-        """Compares a call with those of the other ranks, and waits for earlier steps.
+        """Compares a call with the calls of the other ranks, and waits for earlier steps.
 
         Raises:
             RanksDifferError: other ranks make another call.
@@ -290,7 +290,7 @@ class Executor:
     def _forward(
         self, variant: Variant, batch: Mapping[str, Tensor], outputs: bool = True
     ) -> dict[str, Tensor]:
-        """Returns the loss and the other outputs; without `outputs`, only those that are free."""
+        """Returns the loss and other outputs; without `outputs`, only outputs that cost nothing."""
         program = variant.program
         self.runtime.chosen = variant.chosen
         given = self.runtime.given(variant.writes.given)
@@ -342,7 +342,7 @@ class Executor:
         return state.state_dict(self.tensors, weights.values, state.with_master)
 
     def wholes(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields parameters (their masters, if any) and buffers, whole and on every rank, in turn.
+        """Yields whole parameters (their masters, if any) and buffers one by one, on every rank.
 
         Args:
             names: those to yield, by the names under which they are stored.
@@ -351,7 +351,7 @@ class Executor:
         yield from state.gathered(self.tensors, values, state.with_master, names)
 
     def refresh(self) -> None:
-        """Recomputes the stored parameters from what the optimizer updates."""
+        """Recomputes the stored parameters from the tensors that the optimizer updates."""
         self.weights.cut()
         self.weights.gather()
         self.update.settle()

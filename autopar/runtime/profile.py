@@ -56,8 +56,8 @@ def profiled(path: str | Path | None, settle: Callable[[], None] = lambda: None)
 
     Args:
         path: of the file.
-        settle: waits for calls that are under way between two steps: their threads must not meet a
-            profiler that starts or stops.
+        settle: waits for calls in flight between two steps, whose threads must not run while a
+            profiler starts or stops.
 
     Raises:
         ProgramError: the file cannot be written; raised on every rank.

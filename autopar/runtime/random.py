@@ -97,7 +97,7 @@ class Random:
 
         Args:
             p: probability of a zero.
-            text: dtype and global shape, "f32[8, 16]"; for attention those of its weights.
+            text: dtype and global shape, "f32[8, 16]"; for attention, of its weights.
             device: the tensor's device.
         """
         if p == 0.0:

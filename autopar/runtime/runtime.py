@@ -100,7 +100,7 @@ class Runtime(Communicator):
         """Returns the local parameters as a program takes them.
 
         For a parameter that is used as stored, the program runs no collective. If it has a master,
-        its gradient is collected like those of others all the same, because it is accumulated in
+        its gradient is nevertheless collected like other gradients, because it is accumulated in
         another dtype.
         """
         if self.gradients is None or not torch.is_grad_enabled():
@@ -140,7 +140,7 @@ class Runtime(Communicator):
 
     @contextmanager
     def saving(self, weights: Weights, batch: Iterable[Tensor]) -> Iterator[None]:
-        """Returns the context of a forward that saves parameters as their storage says."""
+        """Returns the context of a forward, which saves parameters in their storage layouts."""
         assert self.stow is not None
         staying = (*batch, *(weight.held for weight in weights.all))
         with self.fetch.forward(), self.stow.forward(staying):

@@ -41,7 +41,7 @@ class Trained(ABC):
 
     @property
     def scaler(self) -> Scaler | None:
-        """The loss scaler in float16, which also tells whether a step was skipped; else None."""
+        """The loss scaler in float16, which also shows whether a step was skipped; else None."""
         return self._ready().update.scaler
 
     @property

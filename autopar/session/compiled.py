@@ -65,7 +65,7 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
-        pad_to: lengths to which batches are padded; None to take them as they are.
+        pad_to: lengths to which batches are padded; None for no padding.
         evaluate: "anchor", "average" or "": the weights that replicas evaluate.
     """
 
@@ -162,7 +162,7 @@ class Compiled:
     def inputs(self) -> dict[str, str]:
         """The inputs of one microbatch: name -> dtype, global shape and layout.
 
-        Inputs that the runtime adds up are none of them.
+        Inputs that the runtime computes, such as counts, are not included.
         """
         return {
             leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"

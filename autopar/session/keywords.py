@@ -141,8 +141,8 @@ class PlanKeywords(AverageKeywords, total=False):
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
             part of a batch. A given plan states its own method.
-        on_loss: with `outer`, what happens if a rank is lost: "continue" excludes its replica from
-            the averages, with a warning; "error", the default, stops all. It is part of `outer`.
+        on_loss: with `outer`, the reaction to a lost rank: "continue" excludes its replica from the
+            averages, with a warning; "error", the default, stops all. It is part of `outer`.
         trace: a folder to which the first rank writes the result of every planning step.
     """
 
@@ -306,7 +306,7 @@ def _keywords_of(known: type) -> frozenset[str]:
 
 
 def of_a_plan(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `compile` that `plan` takes, too; what it does not know stays."""
+    """Returns the arguments of `compile` that `plan` also takes, and all unknown arguments."""
     others = _keywords_of(TrainKeywords) - _keywords_of(PlanKeywords) | {"dump"}
     return {name: value for name, value in arguments.items() if name not in others}
 

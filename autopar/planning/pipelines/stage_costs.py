@@ -182,8 +182,7 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are the shares of even pipelines in which these layers form one chunk, and a whole
-        device.
+        They are those of even pipelines in which these layers are one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(

@@ -138,7 +138,7 @@ class Intake:
         options: Mapping[str, str] | None = None,
         parted: Collection[str] = (),
     ) -> None:
-        """Compares a call with those of the other ranks; arguments and errors as for `take`."""
+        """Compares a call with those of the other ranks; arguments and errors as in `take`."""
         if self._everyone is None:
             return
         self._calls += 1

@@ -59,7 +59,7 @@ class Checkpoints:
             model: the model.
             holder: the object that runs the program.
             buffers: its buffers and constants.
-            aliases: every name of every parameter -> the one under which it is stored.
+            aliases: every name of every parameter -> the name under which it is stored.
             published: see `Names`.
         """
         persistent = tuple(model.state_dict())
@@ -203,7 +203,7 @@ class Checkpoints:
         if peers.everyone is None:
             return None
         if self._lease is None:
-            # A group of its own, since saving runs in a thread beside the training calls.
+            # A separate group, since saving runs in another thread than the training calls.
             self._lease = peers.own("checkpoints", backend="gloo")
         return self._lease.channels[0].handle
 
@@ -236,7 +236,7 @@ class Checkpoints:
         return values
 
     def take(self, snapshot: Snapshot) -> None:
-        """Go on from what another program of the same model held; all ranks call it.
+        """Continues from the state of another program of the same model; all ranks call it.
 
         Args:
             snapshot: of this rank, from `snapshot` of the other program's checkpoints.
@@ -261,9 +261,9 @@ class Checkpoints:
         """Give the program the state that an index describes.
 
         Args:
-            index: of a checkpoint, or of what another program holds.
+            index: index of a checkpoint, or of another program's state.
             where: its name in errors.
-            read: fills the parts that this rank wants.
+            read: fills the parts that this rank needs.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
         states: list[OptimizerState | Residuals] = []

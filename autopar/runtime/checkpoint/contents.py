@@ -230,9 +230,9 @@ def check_optimizer(
 def _options(
     optimizer: Optimizer, held: Sequence[LocalTensor], record: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields every group that the checkpoint knows, with its saved options.
+    """Yields every group that the checkpoint contains, with its saved options.
 
-    A group is known by its parameters; one that has none on this rank, by its number.
+    A group is identified by its parameters, or by its number if it has none on this rank.
     """
     known = {name: group for group in record["groups"] for name in group["parameters"]}
     numbered = len(record["groups"]) == len(optimizer.param_groups)

@@ -1,8 +1,8 @@
 """Hands the state of one program to another in memory, as a checkpoint does through files.
 
-The two programs may split parameters, averages and optimizer state differently. Every rank brings
-its parts in host memory, the ranks tell one another which boxes they have and want, and each sends
-the overlaps.
+The two programs may split parameters, averages and optimizer state differently. Every rank copies
+its parts to host memory, the ranks exchange lists of the boxes that they have and need, and each
+rank sends the overlaps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.values import DTYPES, dtype_name
 
 
 def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
-    """Returns what the ranks of a group hold together; all of them call it.
+    """Returns the index of the state that the ranks of a group hold together; all ranks call it.
 
     Args:
         snapshot: of this rank.
@@ -80,7 +80,7 @@ class _Piece(NamedTuple):
 def exchange(
     snapshot: Snapshot, index: Index, wanted: Sequence[Part], group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the parts that every rank wants from those that the ranks have; all ranks call it.
+    """Fills the parts that every rank needs from the parts of all ranks; all ranks call it.
 
     Args:
         snapshot: of this rank.

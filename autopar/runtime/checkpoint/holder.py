@@ -17,7 +17,7 @@ from autopar.runtime.update.update import Update
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler, as those of torch."""
+    """A learning-rate scheduler like those of torch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state needed to continue."""
@@ -30,16 +30,16 @@ class IndependentState(Protocol):
     """The additional state of replicas under local updates."""
 
     def saved(self, own: Sequence[Part]) -> list[Part]:
-        """Returns what this rank saves, given its replica's parts; all ranks call it."""
+        """Returns the parts that this rank saves, given its replica's; all ranks call it."""
 
     def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
-        """Returns what this rank reads, given what its replica's program wants."""
+        """Returns the parts that this rank reads, given those of its replica's program."""
 
     def details(self) -> dict[str, Any]:
         """Returns values that are equal on all ranks."""
 
     def take(self, details: Any) -> None:
-        """Goes on from saved details, or begins anew without any that fit."""
+        """Continues from saved details, or starts from the beginning if none fit."""
 
 
 class Holder(Protocol):
@@ -72,13 +72,13 @@ class Holder(Protocol):
         """A fingerprint of a program that has work under way between two steps, else ""."""
 
     def drain(self) -> None:
-        """Ends what is under way."""
+        """Completes the work in flight."""
 
     def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
         """Returns the work in flight as a record of bytes and tensors; None if there is none."""
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Goes on with what was under way in a program of the same fingerprint."""
+        """Continues the work that was in flight in a program with the same fingerprint."""
 
     def refresh(self) -> None:
         """Rounds stored parameters again from their masters."""

@@ -1,8 +1,8 @@
 """Residuals of compressed reductions, which pass from step to step, in a checkpoint.
 
-Every device has its own residual. Those of a parameter of shape (a, b) are saved as one tensor
-(devices, a, b). A program on the same mesh with the same reductions resumes bit for bit. In any
-other program, the devices divide the sum of all residuals equally, and low-rank factors begin
+Every device has its own residual. The residuals of a parameter of shape (a, b) are saved as one
+tensor (devices, a, b). A program on the same mesh with the same reductions resumes bit for bit. In
+any other program, the devices divide the sum of all residuals equally, and low-rank factors begin
 again. A fused parameter that is cut differently begins without a residual.
 """
 
@@ -27,7 +27,7 @@ from autopar.runtime.parameters.shards import Weight
 
 
 class _Holder(NamedTuple):
-    """A parameter that this rank holds, and the name of what is kept of it.
+    """A parameter that this rank holds, and the name of its kept tensors.
 
     Attributes:
         held: the parameter.
@@ -87,7 +87,7 @@ def _holders(held: Sequence[LocalTensor]) -> Iterator[_Holder]:
 
 
 def residual_parts(held: Sequence[LocalTensor]) -> list[Part]:
-    """Returns what this rank keeps, to be saved."""
+    """Returns the kept tensors of this rank, to be saved."""
     parts = []
     for holder in _holders(held):
         slots = holder.slots
@@ -162,7 +162,7 @@ class Residuals:
         return tensor
 
     def give(self) -> None:
-        """Replaces what is kept by what was read."""
+        """Replaces the kept tensors by those that were read."""
         forget(self._held)
         for memory, slot, rooms, devices in self._kept:
             total = torch.stack([room.sum(0) for room in rooms]).sum(0)
@@ -175,7 +175,7 @@ def _of_one(name: str) -> bool:
 
 
 def forget(held: Sequence[LocalTensor]) -> None:
-    """Drops what is kept: it belongs to other weights."""
+    """Drops the kept tensors, which belong to other weights."""
     for h in held:
         if h.weight is not None:
             h.weight.memory.clear()

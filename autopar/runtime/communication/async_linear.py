@@ -20,7 +20,7 @@ from autopar.runtime.communication.group import Group
 
 
 def reach_one_another(group: Group) -> bool:
-    """Returns whether the devices of a group can read one another's memory; all its ranks must ask.
+    """Returns whether the devices of a group can read one another's memory; all ranks call it.
 
     They are distinct devices of one host that all processes can access.
     """

@@ -118,7 +118,7 @@ class Groups:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
-    chosen: ChosenAlgorithms = LIBRARY_ONLY  # what runs calls that name no algorithm
+    chosen: ChosenAlgorithms = LIBRARY_ONLY  # algorithms of calls that name none
 
     def __init__(
         self, mesh: Mesh, ranks: Sequence[int] | None = None, peers: Peers | None = None
@@ -280,7 +280,7 @@ class Communicator(Groups, ShardedOperators):
     def all_gather_invariant(
         self, x: Tensor, dim: int, axis: Axes, size: int | None = None, by: str = ""
     ) -> Tensor:
-        """S to R: like `all_gather`, for a result used alike everywhere; the gradient is sliced."""
+        """S to R: like `all_gather`, for a result with equal uses; the gradient is sliced."""
         group = self.group(axis, by)
         return self._move(
             x, group, lambda t: group.gather(t, dim, size), lambda g: group.slice(g, dim)

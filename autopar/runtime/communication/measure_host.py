@@ -50,7 +50,7 @@ def _run(bench: Bench, prepare: Callable[[], Callable[[], object]], count: int) 
 def _problems(
     device: torch.device, group: Group
 ) -> Iterator[tuple[str, Callable[[], Callable[[], object]], int]]:
-    """Yields roles with what prepares a run, and with the number of issues in one."""
+    """Yields each role with a function that prepares a run, and the number of issues in a run."""
     x = torch.ones(ELEMENTS, device=device, requires_grad=True)
     sent = torch.ones(ELEMENTS * group.size, device=device)
     parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=device))

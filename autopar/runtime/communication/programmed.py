@@ -6,8 +6,8 @@ that pieces and levels overlap as far as the backend permits. Sums use the tenso
 order that the program fixes, independently of the order of arrival. A sum is computed on one rank
 and copied to the others, so all ranks get the same bits.
 
-Under gloo data travels once both ends have posted a message. Receivers therefore post theirs a
-round ahead, where no earlier round uses the memory. NCCL matches whole rounds, and gets no others.
+Under gloo, data is sent once both ends have posted a message. Receivers therefore post their
+messages one round ahead, unless an earlier round uses the memory. NCCL gets whole rounds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProgrammedChannel(Channel):
     """Runs collectives by their algorithms, and by the library if they have none.
 
     The library also runs, or refuses, calls on strided or boolean tensors and on sizes that do not
-    match. All ranks decide alike, because they make calls with equal tensors.
+    match. All ranks decide equally, because they make calls with equal tensors.
 
     Args:
         channel: carries the messages and all other calls.

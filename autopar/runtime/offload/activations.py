@@ -5,8 +5,8 @@ with mesh.stowed():
 
 Autograd's saved tensors are copied storage by storage, each once; parameters and the batch stay on
 the device. When the backward needs the first tensor of a block, all tensors of the block return. On
-accelerators copies overlap with computation: a block leaves while the next one computes, and
-returns while the backward computes the one after it.
+accelerators, copies overlap with computation: a block is copied to the host while the next block
+computes, and back while the backward computes the block after it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SavedTensorOffload:
         """Returns the context of a block whose saved tensors are offloaded.
 
         Args:
-            packed: maps a tensor to what is saved instead; the tensor itself by default.
+            packed: maps a tensor to the object saved in its place; by default the tensor itself.
             unpack: the inverse of `packed`.
         """
         before = self._blocks[-1] if self._blocks else None

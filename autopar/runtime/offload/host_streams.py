@@ -1,7 +1,7 @@
 """Copies between a device and its host: pinned memory, with one stream per direction.
 
-On a CPU the host's memory is the device's; a copy there is made at once, so that a device's memory
-is counted alike everywhere.
+On a CPU, host and device share their memory; a copy is nevertheless made, immediately, so that
+device memory is counted equally on all devices.
 """
 
 from __future__ import annotations

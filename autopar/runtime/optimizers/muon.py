@@ -122,8 +122,8 @@ def muon(
     A head that shares no weight with an embedding is a matrix; name it to leave it to AdamW.
 
     Args:
-        adamw: options of `torch.optim.AdamW` for what it updates, {"lr": 3e-4}.
-        adamw_names: patterns of names of matrices that AdamW updates, too, ("lm_head.weight",).
+        adamw: options of `torch.optim.AdamW` for its parameters, such as {"lr": 3e-4}.
+        adamw_names: patterns of names of matrices that AdamW also updates, ("lm_head.weight",).
         dtype: of the Newton-Schulz iteration: "bf16", or "own" for that of the parameter.
         **options: of `torch.optim.Muon`, with its defaults.
 
@@ -146,7 +146,7 @@ class Muon(Optimizer):
         groups: parameters with their options.
 
     Attributes:
-        owners: what ranks update for one another; () if this process has whole parameters only.
+        owners: the owned parameters; () if this process has whole parameters only.
 
     Raises:
         ValueError: a parameter in a group of "muon" is not a matrix, or there is no such algorithm.
@@ -212,7 +212,7 @@ class Muon(Optimizer):
         )
 
     def _direction(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Updates the momentum of this rank's part; returns what is to be orthogonalised."""
+        """Updates the momentum of this rank's part; returns the matrix to orthogonalise."""
         state, momentum, gradient = self.state[parameter], group["momentum"], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -255,7 +255,7 @@ def orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def _factor(adjust: str | None, rows: int, columns: int) -> float:
-    """Returns by what the rate of a matrix is multiplied; see `torch.optim.Muon`."""
+    """Returns the factor of a matrix's learning rate; see `torch.optim.Muon`."""
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns)) if adjust in (None, "original") else 1.0

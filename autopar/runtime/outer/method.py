@@ -13,7 +13,7 @@ from autopar.errors import OptionError
 from autopar.ir.update import State, Update
 
 OFF = "off"
-ANCHOR, AVERAGE = "anchor", "average"  # what is evaluated
+ANCHOR, AVERAGE = "anchor", "average"  # weights to evaluate
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Method(ABC):
         """Returns the names of all flat tensors of the size of the parameters.
 
         The sum in flight of a late or delayed method is one of them, "message"; other sums use a
-        buffer of bounded size. If others continue when a replica is lost, all sums arrive before
-        any is used, and what was "sent" is kept to be sent again.
+        buffer of bounded size. If the other replicas continue after the loss of one, all sums
+        arrive before any is used, and a copy of the "sent" tensors is kept for sending them again.
         """
         message = ("message",) if self.late or self.delay or goes_on else ()
         return (*self.states, *message, *(("sent",) if goes_on else ()))

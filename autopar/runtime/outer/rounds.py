@@ -2,7 +2,7 @@
 
 Replicas exchange further data (losses, seconds, numbers that must be equal) together with the
 messages, so that steps wait for the slow axes only at the end of a round. Data about other replicas
-therefore describes the last round, or with a late method the one before.
+therefore describes the last round, or with a late method the round before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Report:
         number: number of completed rounds.
         tau: steps of the next round.
         loss: mean over replicas and steps of the last round that all have reported; NaN before.
-        step_seconds: seconds of a local step on the slowest device, beside messages or not.
+        step_seconds: seconds of a local step on the slowest device, with or without messages.
         sync_seconds: seconds from the first send to the last arrival on the slowest device.
         waited: seconds that this rank waited at the end of the last round.
         taken_seconds: of a round, which a synchronisation takes from the steps of the slowest
@@ -251,7 +251,7 @@ class Rounds:
             loss, step, sync, taken = heard
             if math.isnan(self.first_loss):
                 self.first_loss = loss
-            if sync > 0:  # a late method's first report knows of no message that has arrived
+            if sync > 0:  # no message has arrived before a late method's first report
                 measured = self._measured(sync, step, taken)
             report = replace(
                 report, loss=loss, step_seconds=step, sync_seconds=sync, taken_seconds=taken
@@ -263,15 +263,15 @@ class Rounds:
 
     def _measured(self, sync: float, step: float, taken: float) -> int:
         late, before = self.method.late, self.report.tau
-        sync *= 1 + _STEADY * late  # what is late once is exposed
+        sync *= 1 + _STEADY * late  # a late message is exposed
         best = best_tau(sync, step, late, taken)
         return before if (1 - _STEADY) * before <= best <= before else best
 
     def _first(self) -> Report:
-        """Returns what is known before the first round.
+        """Returns the report before the first round.
 
-        If tau is measured, it has as many steps as show how long one takes with no message beside
-        it: later rounds may have no such steps.
+        If tau is measured, the first round is long enough to measure steps without a message: later
+        rounds may have no such steps.
         """
         return Report(tau=self._choose(math.nan, FEW))
 

@@ -96,7 +96,7 @@ class Survivors:
         self._lease = None
 
     def refuse(self, what: str) -> None:
-        """Raises ProgramError if a replica is lost, for what needs all ranks."""
+        """Raises ProgramError if a replica is lost, for an operation that needs all ranks."""
         if self.anyone:
             raise ProgramError(
                 f"{what} needs all ranks, and a replica is lost",

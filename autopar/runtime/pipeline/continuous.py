@@ -105,7 +105,7 @@ class Continuous:
         self.broken_off = False
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
-        self._sums: dict[Action, Sums] = {}  # by what has begun them
+        self._sums: dict[Action, Sums] = {}  # by the action that began them
         self.ahead = ahead(placement.rows, self._size)
         self._reports: deque[_Report] = deque()  # of the steps whose loss has not been read
         self._told: float | None = None  # the last loss that was read

@@ -83,7 +83,7 @@ class Post:
         rank: global rank of this process.
         device: the device of this process.
         wires: channels of the messages; None for a single rank.
-        tag: first of TAGS tags, which keep messages of two posts on the same wires apart.
+        tag: first of TAGS tags, which distinguish the messages of two posts on the same wires.
     """
 
     def __init__(

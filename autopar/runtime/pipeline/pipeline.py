@@ -256,7 +256,7 @@ class Pipeline(PipelineState):
         """Runs one period of rows without flushes and returns the loss."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
-        # Equal generators stay equal, and ranks that are steps apart cannot compare them.
+        # Equal generators stay equal, and ranks in different steps cannot compare them.
         alike = bool(continuous.ahead) and not continuous.filling
         main = self.main
         with main.random_states(self.row, alike) as enter, part(PHASE, "microbatches"):

@@ -1,4 +1,4 @@
-"""Splits a backward in two: gradients of received values first, those of parameters later.
+"""Splits a backward in two: gradients of received values first, gradients of parameters later.
 
 Zero-bubble schedules (arXiv:2401.10241) send the gradient of a stage's input immediately and fill
 idle time with the gradients of its weights. In autograd's graph, the first half runs the nodes on
@@ -114,7 +114,7 @@ def backward_input(
         weights: tensors whose gradients are computed later.
 
     Returns:
-        The gradients of the leaves, None for those without one, and the second half.
+        The gradients of the leaves (None for leaves without a gradient), and the second half.
     """
     targets = {get_gradient_edge(leaf).node for leaf in leaves}
     variables = {get_gradient_edge(weight).node: weight for weight in weights}

@@ -2,10 +2,10 @@
 
 Python cannot interrupt a rank that waits in a collective for one that will never arrive. So a rank
 that fails leaves its error in the store of the process group before it raises, and on every rank a
-thread checks the store twice a second. What follows depends on the rank's state:
+thread checks the store twice a second. The reaction depends on the state of the rank:
 - its step ends by itself (it succeeds, or the broken collective raises): RankFailedError;
 - it stays inside the step: the error goes to stderr and the process ends with status 1;
-- it is outside a step, perhaps waiting for the device: likewise, after a longer wait.
+- it is outside a step, perhaps waiting for the device: the same, after a longer wait.
 
 An error that nothing catches between steps is also left there, by Python's hooks, and a rank that
 ends without one says so. A process that dies without raising (killed, out of memory) or is stopped
@@ -302,7 +302,7 @@ class Watch:
         return error
 
     def _leave(self, board: Board, failure: Failure) -> None:
-        """Lets the first rank, which may serve the store, end only when all live ranks know."""
+        """Delays the end of the first rank, which may serve the store, until all have read it."""
         done = f"{self.key}/done/{failure.number}"
         board.set(f"{done}/{self.rank}", "")
         if self.rank == 0:

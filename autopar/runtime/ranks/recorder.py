@@ -120,7 +120,7 @@ class Recorder:
 
     @staticmethod
     def end(event: Event) -> None:
-        """Records that an event has succeeded; one that fails remains as it is."""
+        """Records that an event has succeeded; a failed event remains unchanged."""
         ended = time.time()
         if event.waiting and not event.ended:
             event.waited.seconds += ended - event.since

@@ -1,4 +1,4 @@
-"""Owners on ranks: whole parameters reach the one rank that updates them, and results come back.
+"""Owners on ranks: sends whole parameters to the rank that updates them, and returns the results.
 
 All ranks of a mesh take part in rounds. In a round each rank owns at most one parameter, so that
 one all_to_all brings every owner a whole tensor, and another takes the results to all ranks. Of
@@ -36,8 +36,8 @@ class OwnedWeight:
         rule: how it is updated.
         owner: rank on the mesh of the one that updates it.
         bounds: part of each rank.
-        shares: (start, length) of what each rank sends of its part, in elements.
-        whole: on the owner, the parameter in one piece, if its states are whole, too.
+        shares: (start, length) of the elements that each rank sends of its part.
+        whole: on the owner, the parameter in one piece, if its states are also whole.
     """
 
     weight: Weight
@@ -61,7 +61,7 @@ class Owners:
         update: how they are updated.
 
     Attributes:
-        items: what is dealt, by the id of the tensor that the optimizer updates.
+        items: the owned parameters, by the id of the tensor that the optimizer updates.
 
     Raises:
         ProgramError: the optimizer does not train a parameter, or the program stores one that it
@@ -126,12 +126,12 @@ class Owners:
         work: Callable[[OwnedWeight, list[Tensor]], Tensor],
         take: Callable[[OwnedWeight, Tensor], object],
     ) -> None:
-        """Updates parameters by their owners; each round travels beside the work of another.
+        """Updates parameters by their owners; the messages of a round overlap with another's work.
 
         Args:
             items: equal on all ranks.
-            given: returns this rank's parts of what an owner needs, all of one dtype.
-            work: returns on the owner the whole result.
+            given: returns this rank's parts of the tensors that an owner needs, all of one dtype.
+            work: returns the whole result, on the owner.
             take: receives this rank's part of the result.
         """
         rows = self.rounds(items)
@@ -151,7 +151,7 @@ class Owners:
 
     @torch.no_grad()
     def fill(self, items: Sequence[OwnedWeight]) -> None:
-        """Brings owners whole parameters and gradients; those of the parts are given up."""
+        """Sends whole parameters and gradients to their owners; frees the gradients of parts."""
         for row in self.rounds(items):
             wholes = self.collect(row, _value_and_gradient)()
             for item in row:
@@ -214,7 +214,7 @@ class Owners:
             take: receives this rank's part of every result.
 
         Returns:
-            A function that waits, and hands over what has arrived.
+            A function that waits, and passes the received results to `take`.
         """
         rank, size = self._comm.rank, self._comm.mesh.size
         blocks: list[Tensor | None] = [None] * size
@@ -242,7 +242,7 @@ class Owners:
     def _exchange(
         self, blocks: Sequence[Tensor | None], takes: Sequence[int]
     ) -> tuple[Tensor, Callable[[], None]]:
-        """Starts an all_to_all of bytes; returns what arrives, and a function that waits for it."""
+        """Starts an all_to_all of bytes; returns the received tensor, and a function that waits."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         sent = [nothing if block is None else block for block in blocks]
         x = torch.cat(sent)
@@ -263,7 +263,7 @@ class Owners:
 
 
 def whole_parameters(owners: Sequence[Owners]) -> dict[int, nn.Parameter]:
-    """Returns this rank's whole parameters, by the ids of the parts in whose place they stand."""
+    """Returns this rank's whole parameters, by the ids of the parts that they replace."""
     return {
         key: item.whole
         for each in owners
@@ -273,7 +273,7 @@ def whole_parameters(owners: Sequence[Owners]) -> dict[int, nn.Parameter]:
 
 
 def with_owners(optimizer: Optimizer, owners: tuple[Owners, ...]) -> Optimizer:
-    """Returns the optimizer to be used in place of a user's, told of owners if it asks for them."""
+    """Returns the optimizer that replaces the user's, with its `owners` set if it has them."""
     used = replaced(optimizer)
     if hasattr(used, "owners"):
         used.owners = owners

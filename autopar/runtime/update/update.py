@@ -81,7 +81,7 @@ class Update:
         bucket: bytes of parameters whose state is copied together from host memory; None if the
             state is on the device.
         held: if AdamW's step is a kernel, stored tensors of masters that only need rounding, by the
-            master's id, which the kernel also writes; None to keep every optimizer as it is.
+            master's id, which the kernel also writes; None to leave every optimizer unchanged.
         scattered: ids of updated tensors whose gradients come from a reduce_scatter.
         weights: all parameters of `trained`. If the state is in host memory, so are masters.
 
@@ -96,7 +96,7 @@ class Update:
             {} without.
         away: moves the state to host memory and back; None if it stays.
         kernel: the optimizer, if its step is a kernel, else None.
-        owners: of every program, what its ranks update for one another; () if nothing.
+        owners: the owned parameters of every program; () if there are none.
         written: ids of masters whose stored tensors a step also writes.
         check: decides whether a step is made.
         compared: whether all ranks have the same groups, whose options must then be alike. Stages
@@ -138,7 +138,7 @@ class Update:
                 self.written = frozenset(held)
         self.scaler = Scaler(device) if precision.scaled else None
         self.check = StepCheck(training.on_nonfinite, device)
-        # True if the host need not know whether a step is made.
+        # True if the host does not need to know whether a step is applied.
         unread = self.kernel is not None or not (self.check.wanted or precision.scaled)
         self.check.late = device.type == "cuda" and unread
         self.averages: dict[int, Tensor] = {}
@@ -343,7 +343,7 @@ class Update:
 
 
 def _settle(weights: Sequence[Weights], made: Tensor | None) -> None:
-    """Ends a step for what compressed reductions keep; see `Memory.settle`."""
+    """Commits or restores the memory of compressed reductions; see `Memory.settle`."""
     for each in weights:
         for weight in each.all:
             weight.memory.settle(made)

@@ -1,7 +1,7 @@
 """Choice of the next token from logits, greedily or by drawing, and the end of a sequence.
 
-Settings that are not passed are those of the model's `generation_config`, and else transformers'
-defaults, so that a call generates the tokens that `model.generate` does.
+Settings that are not passed come from the model's `generation_config`, or else from transformers'
+defaults, so that a call generates the same tokens as `model.generate`.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _most(model: nn.Module, begun: int) -> int:
 
 
 def _refuse_others(config: Any, sampled: bool) -> None:
-    """Raises OptionError if a configuration asks for something that would be left out."""
+    """Raises OptionError if a configuration requests a feature that is not implemented."""
     for name, idle in _IDLE.items():
         value = getattr(config, name, None)
         if value is None or value in idle or (name in _SAMPLING and not sampled):
