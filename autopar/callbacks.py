@@ -30,7 +30,7 @@ from autopar.session.step_metrics import StepMetrics
 
 
 class Progress:
-    """A line in the terminal: steps, loss, tokens a second, utilisation, memory and what remains.
+    """A line in the terminal: steps, loss, tokens per second, utilisation, memory, remaining time.
 
     Args:
         total: number of steps; None if unknown.
@@ -88,7 +88,7 @@ class TensorBoard:
             self._writer.add_scalar(f"{self._prefix}{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes all pending events."""
         self._writer.close()
 
 

@@ -246,7 +246,7 @@ def load(
             if you would run a script of its author.
         model: must equal the compiled model in class, shapes, modes and attributes.
         optimizer, dump: as for `compile`.
-        loss_fn: the one that the program was compiled with, for evaluations and other shapes.
+        loss_fn: the loss_fn with which the program was compiled, for evaluations and other shapes.
         **options: see `autopar.session.keywords.TrainKeywords`.
 
     Returns:
@@ -294,8 +294,8 @@ def compile(
     Args:
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, a Mesh or its text, "H100: node=2, gpu=8".
-        example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
-            arguments, or one tensor. If it is None, the first step captures its batch.
+        example_inputs: a batch with the types of later batches: a tuple of positional or a mapping
+            of keyword arguments, or one tensor. If it is None, the first step captures its batch.
         optimizer: a function that makes a torch optimizer for parameters, which are local shards.
         plan: a plan to use instead of searching for one; with one of a generation, call `generate`.
         dump: a folder to which every rank writes its last calls if one fails, by default a

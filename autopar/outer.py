@@ -67,8 +67,8 @@ def co2(
         penalty: of the staleness gap: "rate" follows the learning rate, a number is a constant, and
             "off" is 1.
         clip: bound of every element of the outer momentum; None for no bound.
-        origin: what a late average is compared with: the current "anchor", or the anchor at the
-            beginning of its "round", which needs one more copy in memory.
+        origin: the parameters with which a late average is compared: the current "anchor", or the
+            anchor at the beginning of its "round", which needs one more copy in memory.
     """
     return Outer.of(
         "co2", axis, tau, beta=beta, rate=rate, penalty=penalty,
@@ -98,7 +98,7 @@ def streaming_diloco(
         axis, tau: as above.
         fragments: number of parts of the parameters, which synchronise one after another.
         delay: steps between a fragment's departure and its use.
-        alpha: share of a replica's own parameters in what it continues from.
+        alpha: share of a replica's own parameters in the parameters from which it continues.
         rate, beta: of the outer Nesterov momentum.
         message: "int8" sends differences as blocks of int8.
     """

@@ -19,7 +19,7 @@ _SIZE = Integer(1, 2**31)
 class NodePlan:
     """The layouts of one node's operands and results, each with its global shape, and its form.
 
-    `form` is the name of its implementation; "" for the operator as it is.
+    `form` is the name of its implementation; "" for the operator without a form.
     """
 
     operands: tuple[Shaped, ...]
@@ -165,7 +165,7 @@ class SolverReport:
         left: number of nodes that reductions left; None if none ran.
         gap: proven relative gap to the optimum.
         seconds: of the search.
-        ended: what ended it: "proof", "work" or "time"; only time depends on the machine.
+        ended: the reason for its end: "proof", "work" or "time"; only time depends on the machine.
     """
 
     name: str = ""

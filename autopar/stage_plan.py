@@ -55,7 +55,7 @@ class StagePlan:
         starts: the first global rank of each copy of the stage, whose ranks are consecutive.
             Schedules with one copy of the model have one.
         predicted: figures of the stage's step; in a pipeline, of one microbatch, with its share of
-            what a step does once.
+            the work that a step does once.
         replicated: operators without a sharding rule, which run whole on every device, with their
             predicted seconds.
         pins: layouts that the user fixed, by name; `autopar plan --from` plans again with them. A
@@ -128,7 +128,7 @@ class StagePlan:
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
-        """Every collective of a parameter in a step, those by which it reaches an owner included.
+        """Returns every collective of a parameter in a step, including those to and from an owner.
 
         Args:
             leaf: the parameter.

@@ -1,4 +1,4 @@
-"""`autopar emit`: writes the program of a plan, alone or with what it needs to run."""
+"""`autopar emit`: writes the program of a plan, alone or with all files that it needs to run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Batch(click.ParamType[int | Path]):
 
 @dataclass(frozen=True)
 class _ExtraFiles:
-    """Files to write beside a program.
+    """Files to write into a program's folder.
 
     Attributes:
         weights, batch: files; None for none.
@@ -157,7 +157,7 @@ def command(
 
 
 def _next(written: dict[str, dict[str, Tensor]], staged: bool) -> str:
-    """Returns what is still to be put beside a program."""
+    """Returns a sentence on the files that a program's folder still lacks."""
     names = {
         "weights.safetensors": "parameters() of the stages" if staged else "its parameters()",
         "batch.safetensors": "INPUTS",

@@ -273,7 +273,7 @@ def _inside(listed: Iterable[Move]) -> Mapping[str, float]:
 
 
 def _assumptions(plan: StagePlan) -> Assumptions:
-    """Returns how a plan's model is trained, without optimizer states, which are listed apart."""
+    """Returns how a plan's model is trained, without its optimizer states (listed separately)."""
     return Assumptions(
         update=NO_STATES,
         slowdown=slowdown_of(plan.mesh, Execution.read(plan.asked.execution)),

@@ -73,7 +73,7 @@ def _sequence(plan: Plan) -> str:
 
 
 def _alike(one: Stage) -> tuple[str, ...]:
-    """Returns what equal stages have in common: one row shows all that follow one another."""
+    """Returns the cells that equal stages share; one row shows consecutive equal stages."""
     return str(one.submesh), _mesh(one), format_seconds(one.seconds), format_bytes(one.memory)
 
 

@@ -327,7 +327,7 @@ def _save(plan: Plan, model: str, output: Path | None) -> None:
 
 
 def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
-    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
+    """Prints a heading, the plan's summary and parameters, and the solver's report."""
     say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))

@@ -177,7 +177,7 @@ def _print(
 
 
 def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]) -> None:
-    """Prints what a step would take with each other form, and with the one that is chosen."""
+    """Prints the time of a step with the chosen form and with each other form."""
     print_out(Text("Forms of ").append(_title(decision)))
     headings = ("form", "a step", "compute", "in operators", "resharding", "a device", "")
     rows = Table(box=None, pad_edge=False)

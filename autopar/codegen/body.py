@@ -210,7 +210,7 @@ class Body:
         """Returns the call of a block that is recomputed in the backward.
 
         Raises:
-            ProgramError: what lies between the products of attention alone is recomputed.
+            ProgramError: only the operators between the products of attention are recomputed.
         """
         graph, keep = self.printer.graph, ""
         if how.kind == CORE:

@@ -138,7 +138,7 @@ def recipe(
         mesh: the devices.
         accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
             CPU's.
-        form: name of its implementation; "" for the operator as it is.
+        form: name of its implementation; "" for the operator without a form.
     """
     types = tuple(operand.type for operand in operands)
     given = tuple(

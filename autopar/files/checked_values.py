@@ -19,7 +19,7 @@ MOST = 2**53  # whole numbers that every reader of the files keeps exactly
 
 
 class Check(Protocol):
-    """Returns a value of its kind; ValueError for any other. `str` says what is expected."""
+    """Returns a value of its kind; raises ValueError for others. `str` describes the kind."""
 
     def __call__(self, value: Any, /) -> Any:
         """The value."""
@@ -97,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Instance:
-    """A value of some types, `None` among them if it is named."""
+    """A value of one of some types, which may include that of `None`."""
 
     types: tuple[type, ...]
     words: str
@@ -114,7 +114,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """A value that one of some checks takes."""
+    """A value that at least one of some checks accepts."""
 
     checks: tuple[Check, ...]
 
@@ -138,7 +138,7 @@ class Table:
     value: Check
 
     def __call__(self, table: Any, /) -> dict[str, Any]:
-        """The table with what the check makes of its values."""
+        """Returns the table with its checked values."""
         if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
             raise ValueError("a table is expected")
         found = {}
@@ -183,7 +183,7 @@ class Fields:
     Args:
         table: from outside.
         error: the class of errors for entries that are missing, unknown or of another kind.
-        what: of what it is the table, "the plan".
+        what: the object that the table describes, such as "the plan".
         where: file and place.
         prefix: before the names of entries, "model." of a table in a table.
     """

@@ -32,7 +32,7 @@ class Strategy:
         parts: for each mesh axis its factor, two of them with TOGETHER in between, or NOTHING,
             PARTIAL or VARYING.
         operands, results: the layouts it needs and gives.
-        form: name of the implementation, "" for the operator as it is (see `operators/form.py`).
+        form: name of the implementation, "" for none (see `operators/form.py`).
     """
 
     parts: tuple[tuple[str, str], ...]

@@ -49,7 +49,7 @@ class Algorithm:
 
     @classmethod
     def parse(cls, text: str) -> Algorithm:
-        """Reads what `str` gives; CollectiveError for anything else."""
+        """Parses the result of `str`; CollectiveError for anything else."""
         match = _ALGORITHM.fullmatch(text)
         shape = tuple(map(int, match[3].split("x"))) if match and match[3] else ()
         if match is None or not int(match[2] or 1) or not all(shape):
@@ -89,7 +89,7 @@ class ChosenRow:
 
     @classmethod
     def parse(cls, text: str) -> ChosenRow:
-        """Reads what `str` gives; CollectiveError for anything else."""
+        """Parses the result of `str`; CollectiveError for anything else."""
         match = _ROW.fullmatch(text)
         if match is None:
             raise CollectiveError(

@@ -38,7 +38,7 @@ class Compute:
         borders: variables of the values that are first fetched from neighbours, one for each such
             call.
         overlaps: whether its products overlap with a collective.
-        form: name of its implementation, "" for the operator as it is.
+        form: name of its implementation, "" for the operator without a form.
     """
 
     node: Node

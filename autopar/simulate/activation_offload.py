@@ -31,8 +31,8 @@ class OffloadedBlock:
 
     Attributes:
         before: the previous block, whose backward comes next.
-        buffers: that it saves.
-        sent: those that this block was the first to offload.
+        buffers: the buffers that it saves.
+        sent: the buffers that this block was the first to offload.
     """
 
     before: OffloadedBlock | None

@@ -1,7 +1,7 @@
-"""The backward of a simulated step: plays the tape of the forward in reverse.
+"""The backward of a simulated step: runs the tape of the forward in reverse.
 
-Autograd runs the backward of the last operator first. A gradient that meets an earlier one is added
-in place if one of the two has no other holder. An operator frees its saved tensors after its
+Autograd runs the backward of the last operator first. A second gradient of a value is added to the
+first in place if one of the two has no other holder. An operator frees its saved tensors after its
 backward.
 """
 
@@ -149,7 +149,7 @@ def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
 
 
 def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
-    """Recomputes a block, then plays its backward."""
+    """Recomputes a block, then runs its backward."""
     if any(value.gradient is not None for value in entry.results):
         tape, results = entry.again()
         for outer, inner in zip(entry.results, results, strict=True):

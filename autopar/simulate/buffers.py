@@ -103,7 +103,7 @@ class Recorder:
         self.barrier = len(self.drafts) - 1
 
     def gather(self, name: str, calls: Sequence[Collective]) -> None:
-        """Adds the collectives that gather what another stage has sent."""
+        """Adds the collectives that gather values from another stage."""
         for call in calls:
             self.collective(f"{call.title} of {name}", "", call, "exchange")
 
@@ -133,9 +133,9 @@ class Recorder:
         needs: Iterable[int],
         alone: int = 0,
     ) -> None:
-        """Kernels in turns of equal length, each but the last one beside a part of the calls.
+        """Adds kernels in turns of equal length; in all but the last, a part of the calls overlaps.
 
-        A turn begins when the one before it has computed and sent. The first `alone` calls are made
+        A turn begins when the previous turn has computed and sent. The first `alone` calls are made
         before the first turn.
         """
         overlapped = calls[alone:]

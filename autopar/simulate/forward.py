@@ -1,6 +1,6 @@
-"""The forward of a simulated step: plays the lines of the lowered program, block by block.
+"""The forward of a simulated step: runs the lines of the lowered program, block by block.
 
-Every operation with a gradient goes onto a tape, which `backward.py` plays from its end.
+Every operation with a gradient is recorded on a tape, which `backward.py` runs in reverse.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _RecomputedBlock:
 
 
 class Forward:
-    """Plays a program's forward once, by `play`.
+    """Simulates a program's forward once, by `play`.
 
     Args:
         graph: the prepared graph.
@@ -290,7 +290,7 @@ class Forward:
         return value
 
     def _saved(self, read: Buffer) -> Buffer:
-        """Returns the buffer to save for an operator's backward in place of the one it reads."""
+        """Returns the buffer to save for an operator's backward, given the buffer that it reads."""
         if read.kept is None:
             return read
         self.weights.save(read.kept)

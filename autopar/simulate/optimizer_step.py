@@ -30,12 +30,13 @@ class Updated:
     """Part of a parameter that this device updates.
 
     Attributes:
-        name: of the node.
-        nbytes, dtype: of what is updated.
-        rounded: bytes of what is made of it in a lower precision, 0 if it is not a master.
-        stays: whether that is what this device holds, and not sent to others.
+        name: name of the node.
+        nbytes, dtype: bytes and dtype of the updated tensor.
+        rounded: bytes of the tensor in a lower precision that is cast from it; 0 if it is no
+            master.
+        stays: whether this device holds that cast tensor, which is then not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced or comes as a message.
-        scattered: whether that is put beside those of all others.
+        scattered: whether its gradient is placed in a buffer with those of other parameters.
         cast: whether a gradient that is in no bucket comes in another dtype.
         states: bytes of the states that its rule names.
         coming: bytes of states that come from host memory for the update, if they are kept there.
@@ -78,7 +79,7 @@ def updated_in(
     hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
     whens = {hop.when for hop in hops}
     sent = precision.sent(node.type, node.requires_grad)
-    # What came as messages is decoded tensor by tensor.
+    # Compressed messages are decoded tensor by tensor.
     last = [hop.call for hop in hops if hop.when in REDUCED][-1:]
     reduced = any(not call.compression for call in last)
     bucketed = float(storage.used.local_bytes(sent, mesh)) if reduced else 0.0
@@ -116,7 +117,7 @@ def update_works(
 
     Args:
         trained: not empty.
-        fused: whether it is AdamW's kernel, which rounds what stays.
+        fused: whether it is AdamW's kernel, which also casts the parameters that stay.
         bucket: bytes of gradients that are reduced together.
         each: bytes moved for each parameter, if a system's are known; 0 for these kernels' own.
     """
@@ -162,7 +163,7 @@ def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
 
 
 def _copied(trained: Sequence[Updated]) -> list[Updated]:
-    """Those whose small gradients are copied together."""
+    """Returns the parameters whose small gradients are copied together."""
     apart = [each for each in trained if not each.sent and not each.cast]
     small = [each for each in apart if each.nbytes < COPIED]
     return small if len(small) > 1 else []
@@ -188,8 +189,8 @@ def update(
     Args:
         recorder: takes the tasks.
         settings: of the step.
-        trained: what has a gradient.
-        plan: says whether it is AdamW's kernel, which needs no temporaries.
+        trained: parameters that have a gradient.
+        plan: decides whether it is AdamW's kernel, which needs no temporaries.
         away: whether optimizer state comes from host memory.
     """
     if not away:
@@ -217,7 +218,7 @@ def update(
 
 
 def _owned_step(recorder: Recorder, trained: Sequence[Updated], plan: StagePlan) -> None:
-    """Plays what owners update of some parameters."""
+    """Simulates the part of the update that owners compute."""
     if owned := [each.owned for each in trained if each.owned is not None]:
         owned_update(recorder, owned, plan.mesh.size)
 
@@ -228,7 +229,7 @@ def _step(
     trained: Sequence[Updated],
     plan: StagePlan | None = None,
 ) -> None:
-    """One step of the optimizer; by the kernel that a plan may ask for."""
+    """Simulates one step of the optimizer, by a kernel if the plan fuses the update."""
     fused, bucket = plan is not None and plan.fuses_update, BUCKET if plan is None else plan.bucket
     at_once = settings.at_once or fused
     groups = [list(trained)] if at_once and trained else [[each] for each in trained]

@@ -1,7 +1,7 @@
 """Turns a plan's training step into tasks: forward, backward, optimizer.
 
 The forward (`forward.py`) writes a tape of all operations with a gradient; the backward
-(`backward.py`) plays it from its end, as autograd does. The last step's gradients are freed before
+(`backward.py`) runs it in reverse, like autograd. The last step's gradients are freed before
 the forward begins, because the emitted program sets them to None.
 """
 
@@ -74,7 +74,7 @@ def tasks(
 
 
 class _Step:
-    """Plays a step once, by `play`."""
+    """Simulates a step once, by `play`."""
 
     def __init__(
         self, graph: Graph, plan: StagePlan, works: Mapping[str, NodeWork], settings: Settings

@@ -71,8 +71,7 @@ def alive_after(tasks: Sequence[Task], phase: Phase) -> dict[str, float]:
 def fixed_bytes(tasks: Sequence[Task]) -> float:
     """Returns the bytes that parameters, optimizer state and gradients take between microbatches.
 
-    If gradients are not accumulated over microbatches, those count that a backward leaves to the
-    optimizer.
+    If gradients are not accumulated over microbatches, the gradients after a backward count.
     """
     left = alive_after(tasks, "forward")
     state = _bytes(left, "parameter", "optimizer")

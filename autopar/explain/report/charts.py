@@ -230,7 +230,7 @@ def _sizes(seconds: Sequence[float]) -> list[float]:
 
 
 def figures(compared: Sequence[Figure]) -> Any:
-    """Draws the predicted milliseconds of two plans beside one another."""
+    """Draws the predicted milliseconds of two plans side by side."""
     times = [one for one in compared if one.name.endswith("_seconds") and (one.before or one.after)]
     names = [_text(one.name.removesuffix("_seconds")) for one in times]
     traces = [

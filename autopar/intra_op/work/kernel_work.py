@@ -62,7 +62,7 @@ def node_work(
             `node.types`.
         signature: its rule applied to it; None if it has no rule and runs whole.
         mesh: the devices.
-        form: name of its implementation; "" for the operator as it is.
+        form: name of its implementation; "" for the operator without a form.
 
     Returns:
         Kernels with local FLOPs and bytes. Leaves have none, nor do views forwards; `backward` is

@@ -67,7 +67,7 @@ class State:
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         match = _STATE.fullmatch(text)
         if match is None or not _extents(match[3]) or match[2] not in (None, *DTYPE_BYTES):
             raise _unread(text, "a name, perhaps a dtype, and extents: exp_avg[*]")
@@ -116,7 +116,7 @@ class Products:
 
     @classmethod
     def parse(cls, text: str) -> Products:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         match = _PRODUCTS.fullmatch(text)
         terms = tuple(match[2].split(" + ")) if match else ()
         fits = all(re.fullmatch("[sl] [sl] [sl]", term) for term in terms)
@@ -158,7 +158,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         left, arrow, right = text.partition(" -> ")
         names, colon, kind = left.rpartition(": ")
         kind, _, products = (kind if colon else left).partition(", ")
@@ -238,7 +238,7 @@ class Update:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Update:
-        """Reads what `texts` gives; raises PlanError for anything else."""
+        """Parses the result of `texts`; raises PlanError for anything else."""
         return cls(tuple(map(Rule.parse, texts)))
 
     @classmethod
