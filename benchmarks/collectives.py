@@ -73,7 +73,7 @@ GLOO = {
     "reduce_scatter": ("all_reduce", "flat_ring"),
     "all_to_all": ("all_to_all", "direct"),
 }
-LARGE = 1 << 20  # bytes of the smaller of two messages that tell a bandwidth
+LARGE = 1 << 20  # bytes of the smaller of two messages that determine a bandwidth
 
 
 def seconds(call: Callable[[], object], runs: int, times: int = 1) -> float:
@@ -228,7 +228,7 @@ def measured(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """For each call the chosen algorithm, beside gloo's own and the fastest."""
+    """Prints for each call the chosen algorithm, gloo's own and the fastest."""
     chosen = [row for row in rows if row["chosen"]]
     for row in chosen:
         alike = [other for other in rows if all(other[key] == row[key] for key in CALL)]

@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Played:
-    """A plan of the grid that fits into memory, with what it takes by simulation."""
+    """A plan of the grid that fits into memory, with its simulated time."""
 
     point: Point
     pipeline: Pipeline
@@ -250,7 +250,7 @@ def _stage(
 
 
 def _processor() -> float:
-    """Seconds of processors, of this process and of those that it has ended."""
+    """Returns the processor seconds of this process and of its ended child processes."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

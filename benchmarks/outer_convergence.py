@@ -45,8 +45,8 @@ METHODS = {
     "co2, clip 0.01": "co2 over data, tau={}, clip=0.01",
     "diloco": "diloco over data, tau={}",
 }
-# Settings of CO2, beside methods with default ones: what it compares an average with, and how far
-# the anchor goes.
+# Settings of CO2; the other methods have their defaults: what it compares an average with, and how
+# far the anchor goes.
 SETTINGS = {
     "local": "local over data, tau={}",
     "overlap": "overlap over data, tau={}",

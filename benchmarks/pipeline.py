@@ -272,7 +272,7 @@ def rows(
 def row_of(
     kind: str, schedule: str, losses: list[float], found: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """What a schedule's steps come to."""
+    """Returns the CSV row of a schedule's steps."""
     ratios = sorted(ours / theirs for ours, theirs in found)
     quarter = len(ratios) // 4
     return {
