@@ -1,4 +1,4 @@
-"""PuLP's program in words judges the one in arrays: equal optima, or both find none."""
+"""Compares PuLP's named program with the one in arrays: equal optima, or both find none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows travel to the devices of their experts and back, however uneven the load."""
+"""Rows are sent to the devices of their experts and back, even under uneven load."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ SMOKE = ("gather", "nansum", "cat", "softmax", "nn_functional_dropout", "kron")
 
 @pytest.fixture
 def opinfo() -> Iterator[ModuleType]:
-    """The judge, imported late: torch takes seconds to list its samples."""
+    """The oracle, imported late: torch takes seconds to list its samples."""
     from tests.oracles import opinfo
 
     with warnings.catch_warnings():  # samples try what is deprecated, too

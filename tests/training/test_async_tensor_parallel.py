@@ -78,7 +78,7 @@ class Case:
     how: dict[str, str] = field(default_factory=dict)
 
     def trained(self, found: Captured) -> list[tuple[Run, dict[str, int]]]:
-        """This rank's runs, apart and by torch's operators, and how often these were called."""
+        """Returns this rank's runs, without and with torch's operators, and numbers of calls."""
         called, runs = Called(), []
         library = with_torch_s_operators(called)
         compiler = importlib.import_module("autopar.session.compiler")

@@ -1,9 +1,9 @@
-"""The judge against damaged programs, with a machine of numbers as its judge.
+"""Tests the checker on damaged programs, against an execution with numbers.
 
 Each rank of the machine has a vector of random numbers, and its rounds follow one another. A
 message is copied at any moment between its posts and the end of the round, straight from the
-sender's memory, as a network may. What the judge accepts must compute the collective in any order
-of events.
+sender's memory, as a network may. A program that it accepts must compute the collective in any
+order of events.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def _wrong_message(program: CollectiveProgram, draw: random.Random) -> Collectiv
     try:
         return replace(program, rounds=tuple(found))
     except CollectiveError:
-        return program  # refused before the judge sees it
+        return program  # rejected before it is checked
 
 
 def attack(number: int) -> bool:
-    """Whether the judge accepts the damaged program of a number; the machine must agree."""
+    """Returns whether the checker accepts a damaged program; the execution must agree."""
     draw = random.Random(number)
     kind, name = draw.choice(ALGORITHMS)
     program = written(kind, name, draw.choice(SHAPES), draw.randint(1, 2))

@@ -15,8 +15,8 @@ from autopar.errors import CollectiveError
 from tests.cost.programs.grids import ALGORITHMS, grids
 
 
-def judge_on_every_grid(kind: str, name: str, ranks: range) -> None:
-    """Judges programs of equal rounds once: some algorithms are the same on many grids."""
+def check_on_every_grid(kind: str, name: str, ranks: range) -> None:
+    """Checks programs of equal rounds once: some algorithms are the same on many grids."""
     for count in ranks:
         judged = set()
         for shape in grids(count):
@@ -29,13 +29,13 @@ def judge_on_every_grid(kind: str, name: str, ranks: range) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), ALGORITHMS)
 def test_on_every_grid_of_up_to_twelve_ranks(kind: str, name: str) -> None:
-    judge_on_every_grid(kind, name, range(1, 13))
+    check_on_every_grid(kind, name, range(1, 13))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), ALGORITHMS)
 def test_on_every_grid_of_up_to_sixty_four_ranks(kind: str, name: str) -> None:
-    judge_on_every_grid(kind, name, range(13, 65))
+    check_on_every_grid(kind, name, range(13, 65))
 
 
 shapes = (

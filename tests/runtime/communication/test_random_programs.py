@@ -172,7 +172,7 @@ def _apart(rows):
 '''
 
 
-def test_random_programs_run_as_the_judge_proves(tmp_path: Path) -> None:
+def test_random_programs_run_as_the_checker_proves(tmp_path: Path) -> None:
     """Trees that differ from chunk to chunk: chunks of one message were written by others apart."""
     seeds = range(12)
     for seed in seeds:
