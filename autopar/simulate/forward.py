@@ -50,13 +50,13 @@ class _RecomputedBlock:
         """Returns whether an operator is not computed this time."""
         return self.second and name not in self.what.operators
 
-    def played(self, name: str) -> None:
+    def ran(self, name: str) -> None:
         """Records that an operator of the block has run."""
         self.over = self.second and name == self.what.last
 
 
 class Forward:
-    """Simulates a program's forward once, by `play`.
+    """Simulates a program's forward once, by `simulate`.
 
     Args:
         graph: the prepared graph.
@@ -92,7 +92,7 @@ class Forward:
         self.written: list[Buffer] = []  # new contents of the model's buffers
         self.twice: _RecomputedBlock | None = None  # the current block, if it is recomputed
 
-    def play(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
+    def simulate(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
         """Plays the program; returns its results, which are held, and the tape."""
         self.blocks = program.blocks
         outputs = self._results(program.forward, [], {})
@@ -284,7 +284,7 @@ class Forward:
                 operand.readers += gradient >= 0
             self.tape.append(Computed(name, operator, operands, value, saved))
         if twice is not None:
-            twice.played(node.name)
+            twice.ran(node.name)
         if node.op == WRITE and not skipped:
             self.written.append(recorder.hold(value.buffer))
         return value

@@ -54,15 +54,15 @@ def check(step: Step, computed: Sequence[Row] | None = None) -> None:
                 "the complete rows do not compute what the schedule says",
                 todo="complete the schedule again",
             )
-    play = _Play(step)
-    while play.advance():
+    simulation = _Simulation(step)
+    while simulation.advance():
         pass
-    if any(play.left) or any(play.batches):
-        raise play.deadlock()
+    if any(simulation.left) or any(simulation.batches):
+        raise simulation.deadlock()
 
 
 @dataclass
-class _Play:
+class _Simulation:
     """The state of all ranks during the simulation.
 
     Attributes:

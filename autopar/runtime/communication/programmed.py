@@ -153,7 +153,7 @@ class ProgrammedChannel(Channel):
         if work.passing:
             buffers.append(buffers[0].new_empty(work.passing))
         event = self.recorder.begin(self.name, self.ranks, f"{kind} by {by}", nbytes)
-        _Run(self.handle, self.ranks, buffers).play(work)
+        _Run(self.handle, self.ranks, buffers).execute(work)
         self.recorder.end(event)
 
 
@@ -196,7 +196,7 @@ class _Run:
         self.arriving: dict[int, list[Callable[[], None]]] = {}
         self.leaving: dict[int, list[Callable[[], None]]] = {}
 
-    def play(self, work: _Work) -> None:
+    def execute(self, work: _Work) -> None:
         ahead, posted = self.buffers[0].is_cpu, False
         for messages, following in zip_longest(work.rounds, work.rounds[1:], fillvalue=()):
             now = [m for m in messages if not (posted and m.early)]

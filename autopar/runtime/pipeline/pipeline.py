@@ -224,20 +224,20 @@ class Pipeline(PipelineState):
             if stage.runtime.gradients is not None:
                 stage.runtime.gradients.drop()
         with program.random_states(row) as enter:
-            played = program.interpreter(program.post(), losses)
+            interpreter = program.interpreter(program.post(), losses)
             share = self.update.scale / program.placement.microbatches
-            played.begin(program.parts(inputs), 0, enter, lambda stage: share)
+            interpreter.begin(program.parts(inputs), 0, enter, lambda stage: share)
             for phase, actions in groupby(row, key=phase_of):
                 with part(PHASE, phase):
                     if phase == "microbatches":
                         for action in actions:
-                            played.do(action)
+                            interpreter.do(action)
                     elif phase == "gradients":
                         self._synchronise(program, tuple(actions))
                     else:
                         seen = self._seen(program.share(losses), inputs)
                         total, norm = self.update.step(self._squares, seen)
-            played.post.finish()
+            interpreter.post.finish()
         return total.to(seen.loss.dtype), norm
 
     def _graphed(self) -> CudaGraph:

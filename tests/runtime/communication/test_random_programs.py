@@ -217,7 +217,7 @@ def kept_then_added() -> list[float]:
     buffer = torch.tensor([[1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 0.0]][me])
     comm = Communicator(Mesh.parse("cpu: gpu=2"))
     calls = comm.group("gpu").calls
-    programmed._Run(calls.handle, calls.ranks, [buffer]).play(programmed._Work(rounds, 0))
+    programmed._Run(calls.handle, calls.ranks, [buffer]).execute(programmed._Work(rounds, 0))
     return buffer.tolist()
 
 

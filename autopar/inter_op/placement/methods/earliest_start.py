@@ -35,8 +35,8 @@ def place(problem: PlacementProblem, **options: Any) -> Placed:
         for t in problem.outputs[v]:
             waiting[t.b] -= 1
             ready += [t.b] if not waiting[t.b] else []
-    played = (
+    placements = (
         simulate_placement(problem, partial.devices, order),
         simulate_placement(problem, partial.devices),
     )
-    return min(played, key=lambda placed: placed.seconds)
+    return min(placements, key=lambda placed: placed.seconds)
