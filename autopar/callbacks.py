@@ -70,8 +70,8 @@ class TensorBoard:
     """Scalars for TensorBoard.
 
     Args:
-        folder: of the event files.
-        prefix: of the names of the figures.
+        folder: folder of the event files.
+        prefix: prefix of the names of the figures.
 
     Raises:
         MissingDependencyError: the package tensorboard is not installed.
@@ -96,8 +96,8 @@ class WandB:
     """Figures for a run of Weights & Biases.
 
     Args:
-        prefix: of the names of the figures.
-        **options: of `wandb.init`.
+        prefix: prefix of the names of the figures.
+        **options: options of `wandb.init`.
 
     Raises:
         MissingDependencyError: the package wandb is not installed.

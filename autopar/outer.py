@@ -63,9 +63,9 @@ def co2(
 
     Args:
         axis, tau: as above.
-        beta, rate: of the outer momentum.
-        penalty: of the staleness gap: "rate" follows the learning rate, a number is a constant, and
-            "off" is 1.
+        beta, rate: momentum and learning rate of the outer optimizer.
+        penalty: penalty of the staleness gap: "rate" follows the learning rate, a number is a
+            constant, and "off" is 1.
         clip: bound of every element of the outer momentum; None for no bound.
         origin: the parameters with which a late average is compared: the current "anchor", or the
             anchor at the beginning of its "round", which needs one more copy in memory.
@@ -99,7 +99,7 @@ def streaming_diloco(
         fragments: number of parts of the parameters, which synchronise one after another.
         delay: steps between a fragment's departure and its use.
         alpha: share of a replica's own parameters in the parameters from which it continues.
-        rate, beta: of the outer Nesterov momentum.
+        rate, beta: learning rate and momentum of the outer Nesterov optimizer.
         message: "int8" sends differences as blocks of int8.
     """
     return Outer.of(

@@ -59,13 +59,14 @@ class Plan:
         mesh: all devices.
         stages: in execution order; exactly one, unless the plan is a pipeline.
         microbatches: number of microbatches in a step.
-        schedule: of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is not one.
+        schedule: schedule of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is
+            not one.
         predicted: figures of the whole step; without a pipeline, those of its stage.
         model: the model as the command line named it.
         outer: how replicas along independent axes synchronise; None without any. Stages then run
             on the mesh of one replica, and say so; ranks are those of the first replica.
         changes: what differs from training on one device then, as a sentence.
-        version: of the file that it was read from; ignored in comparisons.
+        version: version of the file that it was read from; ignored in comparisons.
     """
 
     graph: str

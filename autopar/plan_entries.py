@@ -80,21 +80,21 @@ class Prediction:
     """Predicted seconds of a step and bytes of a device; 0 for figures that are not predicted.
 
     Attributes:
-        step_seconds: of the whole step.
+        step_seconds: seconds of the whole step.
         peak_bytes: peak memory of a device.
         bubble: fraction of a pipeline's step in which devices are idle.
-        compute_seconds: of operators.
-        exchange_seconds: of communication inside operators.
-        parameter_seconds: of gathering parameters and synchronising gradients.
-        reshard_seconds: of resharding activations.
-        parameter_bytes: of parameters, gradients and optimizer state.
-        activation_bytes: of activations saved for the backward.
-        hidden_seconds: of communication that overlaps with kernels; the step is the sum of the
-            other seconds less these.
-        host_seconds: of copies to and from host memory.
-        update_seconds: of the optimizer's kernels.
+        compute_seconds: seconds of operators.
+        exchange_seconds: seconds of communication inside operators.
+        parameter_seconds: seconds of gathering parameters and synchronising gradients.
+        reshard_seconds: seconds of resharding activations.
+        parameter_bytes: bytes of parameters, gradients and optimizer state.
+        activation_bytes: bytes of activations saved for the backward.
+        hidden_seconds: seconds of communication that overlaps with kernels; the step is the sum of
+            the other seconds less these.
+        host_seconds: seconds of copies to and from host memory.
+        update_seconds: seconds of the optimizer's kernels.
         waiting_seconds: in which a device waits for its host to issue kernels.
-        host_bytes: of host memory for each device.
+        host_bytes: bytes of host memory for each device.
     """
 
     step_seconds: float = 0.0
@@ -164,7 +164,7 @@ class SolverReport:
         nodes: number of nodes of the problem.
         left: number of nodes that reductions left; None if none ran.
         gap: proven relative gap to the optimum.
-        seconds: of the search.
+        seconds: seconds of the search.
         ended: the reason for its end: "proof", "work" or "time"; only time depends on the machine.
     """
 

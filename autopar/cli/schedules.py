@@ -61,8 +61,8 @@ class _PipelineOptions:
 
     Attributes:
         ranks: number of places.
-        microbatches: in a step.
-        times: of forward, input backward and weight backward of a place's share of the model.
+        microbatches: number in a step.
+        times: times of forward, input backward and weight backward of a place's share of the model.
         transfer: time of a transfer between places.
     """
 

@@ -45,7 +45,7 @@ def error_seconds(device: Device, computed: float, sent: float) -> float:
     """Returns by how many seconds a step may be off.
 
     Args:
-        device: that runs it.
+        device: the device that runs it.
         computed: seconds of its kernels, which are priced as products.
         sent: seconds of its collectives.
     """

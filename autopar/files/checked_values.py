@@ -181,7 +181,7 @@ class Fields:
     """The entries of a table, each taken once.
 
     Args:
-        table: from outside.
+        table: an external table.
         error: the class of errors for entries that are missing, unknown or of another kind.
         what: the object that the table describes, such as "the plan".
         where: file and place.

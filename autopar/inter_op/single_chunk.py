@@ -69,7 +69,7 @@ class SingleChunkPipelines:
         microbatches: per step.
         transfer: [layers, submesh before, submesh after] seconds to transfer one microbatch across
             the border before each layer and back.
-        order: of the parts of the cluster, from the first stage to the last.
+        order: order of the parts of the cluster, from the first stage to the last.
     """
 
     def __init__(

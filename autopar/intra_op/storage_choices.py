@@ -236,7 +236,8 @@ def bucket_by_price(graph: Graph, mesh: Mesh, prices: CostModel) -> int:
     Args:
         graph: graph with the parameters.
         mesh: the devices.
-        prices: of calls and copies, as measured; closed forms ignore what a host pays for a call.
+        prices: prices of calls and copies, as measured; closed forms ignore what a host pays for a
+            call.
     """
     most, axes = bucket_of(graph), tuple(axis.name for axis in mesh.axes if axis.size > 1)
     leaves = [leaf.type for leaf in graph.leaves("param") if leaf.requires_grad]

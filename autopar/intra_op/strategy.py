@@ -88,7 +88,7 @@ def form_strategies(
 
     Args:
         node: an operator.
-        types: of the tensors that it reads.
+        types: types of the tensors that it reads.
         mesh: the devices.
 
     Raises:

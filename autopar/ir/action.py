@@ -62,8 +62,8 @@ class Action(NamedTuple):
         kind: one of KINDS.
         stage: number of the stage, from 0, that computes, sends or receives.
         microbatch: its number in the period, negative in those before; ALL for all of a step.
-        copy: which copy of the stage, from 0, where a schedule trains several (Chimera).
-        age: by how many updates the weights are older than the newest ones.
+        copy: number of the copy of the stage, from 0, where a schedule trains several (Chimera).
+        age: number of updates by which the weights are older than the newest ones.
         other: the stage at the other end of a transfer, where that is not a neighbour, else -1; see
             `partner`.
         over: of a SYNC, COPIES for that of parameters which several stages hold, axes of the mesh

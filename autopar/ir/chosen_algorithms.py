@@ -33,7 +33,7 @@ class Algorithm:
     """An algorithm as a call names it.
 
     Attributes:
-        name: of the algorithm.
+        name: name of the algorithm.
         pieces: number of pieces of each chunk.
         shape: the sizes of the levels; () for the sizes of the axes.
     """

@@ -153,7 +153,7 @@ def gathered(
     the backward.
 
     Args:
-        graph: of the stage.
+        graph: graph of the stage.
         node: one of its nodes.
         layout: layout of the node's value.
         mesh: the stage's devices.

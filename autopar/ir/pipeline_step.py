@@ -105,10 +105,10 @@ class Step:
     """All that every rank does, transfers, synchronisation and updates included.
 
     Attributes:
-        rows: of the ranks, in the order in which each runs its actions, or posts them.
+        rows: rows of the ranks, in the order in which each runs its actions, or posts them.
         placement: `placement[copy][stage]` is the rank that holds that copy of that stage.
-        microbatches: in a period.
-        wiring: of the model.
+        microbatches: number in a period.
+        wiring: wiring of the model.
         queue: the kind of queue for which the order of transfers is made, see
             `inter_op/complete.py`.
     """
@@ -153,8 +153,8 @@ def unrolled(rows: Sequence[Row], microbatches: int, periods: int) -> tuple[Row,
     """Returns the rows of `periods` periods, including warm-up and drain.
 
     Args:
-        rows: of one period.
-        microbatches: in a period.
+        rows: rows of one period.
+        microbatches: number in a period.
         periods: in which new microbatches come; of a flushed schedule 1.
     """
     if flushes(rows) and periods == 1:

@@ -56,7 +56,7 @@ class Hop:
         dim: the dimension that is gathered or scattered, None for an all_reduce.
         times: number of runs in a step.
         whole: bytes of the parameter on the larger side.
-        further: how many hops behind it belong to the same compressed reduction.
+        further: number of following hops that belong to the same compressed reduction.
         residual: bytes that a compressed reduction keeps on this device for the next one.
     """
 

@@ -90,7 +90,7 @@ class Assign:
         source: a variable, or the leaf of an input.
         target: a variable.
         value: the node whose value it is; "" at the start of a loop.
-        layout: of the value; None at the start of a loop.
+        layout: layout of the value; None at the start of a loop.
     """
 
     source: str
@@ -157,7 +157,7 @@ class Bound:
     Attributes:
         variable: its name.
         value: the node whose value it holds.
-        layout: of the value.
+        layout: layout of the value.
     """
 
     variable: str
@@ -170,7 +170,7 @@ class Function:
     """Lines with the variables that they take and return.
 
     Attributes:
-        name: of the function in the program.
+        name: name of the function in the program.
         arguments: variables that a caller passes.
         lines: in execution order.
         results: variables that it returns.

@@ -43,7 +43,8 @@ class Experts:
         gate, up: [experts, inner, width]; `gate` is None for experts without gates.
         down: [experts, width, inner].
         act: the function between the products, see `activation.py`.
-        biases: of gate and up, [experts, inner], and down, [experts, width]; each may be None.
+        biases: biases of gate and up, [experts, inner], and down, [experts, width]; each may be
+            None.
     """
 
     gate: Tensor | None

@@ -53,7 +53,7 @@ class CombinedPlans:
 
     Attributes:
         plans: one for each of the models so far.
-        seconds: of one turn of all models.
+        seconds: seconds of one turn of all models.
         kept: bytes per device that they keep between their steps.
         passing: the most bytes per device that one of them needs in addition.
     """

@@ -40,7 +40,7 @@ def savings(
         graph: the prepared graph.
         plan: its plan.
         table: sharding rules by operator.
-        prices: of kernels and collectives.
+        prices: prices of kernels and collectives.
 
     Returns:
         Kernel -> its uses, its first use, and the bytes and seconds that a device saves in a step.
@@ -131,7 +131,7 @@ def linears(
         graph: its prepared graph.
         plan: its plan.
         table: sharding rules by operator.
-        prices: of kernels and collectives.
+        prices: prices of kernels and collectives.
 
     Returns:
         "async" -> the number of collectives, and the seconds that a device saves in a step.
@@ -168,7 +168,7 @@ def packed(graph: Graph, plan: StagePlan, prices: CostModel) -> StagePlan:
     Args:
         graph: the prepared graph.
         plan: its plan.
-        prices: of collectives.
+        prices: prices of collectives.
 
     Returns:
         The plan with these layouts changed.

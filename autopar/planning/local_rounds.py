@@ -24,10 +24,10 @@ class Rounds:
 
     Attributes:
         outer: how replicas synchronise.
-        replicas: their number.
+        replicas: number of replicas.
         shard_bytes: trained parameters of the device with most of them.
         state_bytes: bytes of the outer method's states on that device.
-        price: of a round.
+        price: price of a round.
         changes: a sentence on the difference from data parallelism.
     """
 
@@ -70,8 +70,8 @@ def rounds_of(
     """Returns the rounds of a plan of one replica.
 
     Args:
-        graphs: of the stages of a replica.
-        plan: of a replica.
+        graphs: graphs of the stages of a replica.
+        plan: plan of a replica.
         outer, method: how replicas synchronise.
         mesh: all devices.
 

@@ -36,7 +36,7 @@ def with_simulated(
         graph: the prepared graph.
         plan: its plan.
         known: sharding rules by operator.
-        prices: of collectives, by which code generation chooses the steps of resharding.
+        prices: prices of collectives, by which code generation chooses the steps of resharding.
         repeated: for a stage, how often it runs; the peak then includes other microbatches and
             stages.
     """

@@ -64,7 +64,7 @@ def make_plan(
     Args:
         graph: the prepared graph.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
         trace: writes the problem and the plan.
         repeated: for a stage, how often it runs in a step; the plan's predictions are then those of
             one microbatch, with its share of what a step does once.

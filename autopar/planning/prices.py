@@ -103,7 +103,7 @@ def check_prices(mesh: Mesh, options: Options, staged: bool) -> None:
 
     Args:
         mesh: all devices.
-        options: of planning.
+        options: options of planning.
         staged: whether each stage may have devices of its own.
     """
     if not staged:

@@ -26,7 +26,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         plan: the first plan.
         graph: the further call, with the same parameters, in another mode or on another batch;
             prepared, or only normalised if the plan is a pipeline.
-        options: of the first plan.
+        options: options of the first plan.
 
     Returns:
         The graph of the new plan, and the plan. Stages and their devices do not change.

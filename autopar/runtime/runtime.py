@@ -72,7 +72,7 @@ class Runtime(Communicator):
         mesh: the grid.
         device: the device of this process.
         ranks: global ranks of the grid's devices, row-major; by default 0, 1, ...
-        seed: of random masks on devices other than the CPU.
+        seed: seed of random masks on devices other than the CPU.
         peers: the processes that construct it; by default all.
 
     Raises:
@@ -198,7 +198,7 @@ class Received:
     Attributes:
         dtype: as in `autopar.ir.tensor.DTYPE_BYTES`.
         shape: global.
-        layout: of the value, and of its gradient, which is sent back.
+        layout: layout of the value, and of its gradient, which is sent back.
         gradient: whether there is one.
     """
 

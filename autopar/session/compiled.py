@@ -84,7 +84,7 @@ class Compiled:
         plan: the plan.
         captured: the captured model; for a pipeline, on one microbatch and only normalised.
         sources: the generated Python of every stage.
-        facts: of the captured model; see `model_facts.py`.
+        facts: facts of the captured model; see `model_facts.py`.
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ class Compiled:
             plan: its plan.
             options: sharding rules, and prices for comments.
             trace: writes the sources.
-            facts: of the model.
+            facts: facts of the model.
 
         Raises:
             PlanMismatchError: the plan is for another model or mesh.
@@ -310,8 +310,8 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     """Returns the ranks and the rows of the stages of a plan.
 
     Args:
-        plan: of a pipeline.
-        wiring: of its stages.
+        plan: plan of a pipeline.
+        wiring: wiring of its stages.
 
     Raises:
         ScheduleError: the schedule does not exist for the plan's sizes.

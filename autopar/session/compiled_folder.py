@@ -52,8 +52,8 @@ class Contents:
     Attributes:
         plan: the plan.
         captured: the captured model.
-        sources: of every stage.
-        facts: of the model.
+        sources: sources of every stage.
+        facts: facts of the model.
         fingerprint: digest of all of these.
     """
 

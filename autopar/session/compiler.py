@@ -40,7 +40,7 @@ class Compiler:
 
     Attributes:
         mesh: the devices.
-        options: of the plan.
+        options: options of the plan.
         plan: a plan to use instead of searching for one.
         outer: how replicas along independent axes synchronise; each runs a separate program on its
             part of the batch.
@@ -97,7 +97,7 @@ class Compiler:
         """Returns the program of another call, which reads parameters in the layouts of `first`.
 
         Args:
-            call: of the same model, in another mode or with another batch.
+            call: call of the same model, in another mode or with another batch.
             first: the program that stores the parameters.
             training: whether it trains. An evaluation without the arguments of the loss_fn has no
                 loss.

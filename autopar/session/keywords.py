@@ -321,7 +321,7 @@ def planning_options(
 
     Args:
         given: keywords by name; missing ones have their defaults.
-        optimizer: of the training.
+        optimizer: optimizer of the training.
         model: the model to train.
         plan: a given plan, which keeps its own precision and kernels.
 

@@ -36,7 +36,7 @@ class Shards:
 
     Args:
         folder: the folder, which exists.
-        stem: of the names of the files.
+        stem: stem of the names of the files.
         most: bytes of a file; a larger tensor has a file of its own.
         revert: converts the tensors of a file to the format of published checkpoints.
     """

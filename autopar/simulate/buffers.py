@@ -24,7 +24,7 @@ class Buffer:
     Attributes:
         kind: "parameter", "gradient", "optimizer", "batch", "activation" (saved for the backward),
             "communication" (staging of a collective) or "temporary".
-        name: of its value.
+        name: name of its value.
         nbytes: its size.
         holders: number of holders.
         kept: the buffer that is saved for the backward in place of this one.

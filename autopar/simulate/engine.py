@@ -56,7 +56,7 @@ def run(
     """Start, end and memory of each task.
 
     Args:
-        tasks: of one device, those of each stream in their order.
+        tasks: tasks of one device, those of each stream in their order.
         model: prices.
         slowdown: factor by which kernels and collectives slow down while they overlap, at least 1;
             a figure of the device.

@@ -188,7 +188,7 @@ def update(
 
     Args:
         recorder: takes the tasks.
-        settings: of the step.
+        settings: settings of the step.
         trained: parameters that have a gradient.
         plan: decides whether it is AdamW's kernel, which needs no temporaries.
         away: whether optimizer state comes from host memory.

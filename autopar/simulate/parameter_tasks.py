@@ -36,7 +36,7 @@ class Weights:
         overlap: see `Settings`.
         known: all of them, by node.
         direct: parameters that operators use in their stored layout, by the id of their value.
-        microbatches: in a step.
+        microbatches: number in a step.
         bucket: bytes of gradients, or of parameters, in one call.
         precision: gives the dtypes of updates and of gradients in messages.
         together: whether sharded gradients are parts of one buffer, allocated with the first of

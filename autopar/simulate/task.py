@@ -26,7 +26,7 @@ class Task:
     Attributes:
         name: for people, such as "linear_3" or "all_gather of %h_0_weight".
         node: the graph's node that it belongs to, "" for none.
-        phase: of the step.
+        phase: phase of the step.
         stream: "compute", the mesh axes of a collective joined by ",", or one of `HOST`. The tasks
             of a stream run one after another, in order.
         what: kernels that run one after another, one collective, one copy to or from host memory,
@@ -35,7 +35,7 @@ class Task:
         allocates: (buffer, bytes) allocated at its start. A buffer's name begins with its kind:
             "activation linear_3".
         frees: buffers freed at its end.
-        cause: of a collective.
+        cause: cause of a collective.
         share: the fraction of `what` that this task runs, if it is divided to overlap with others.
     """
 

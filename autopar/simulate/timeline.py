@@ -201,7 +201,7 @@ class Timeline:
         runs (`products`), including recomputation, it is the hardware FLOPs utilisation.
 
         Args:
-            flops: of one device in a step.
+            flops: FLOPs of one device in a step.
             peak: FLOP/s of a device.
         """
         return flops / (peak * self.seconds) if self.seconds else 0.0

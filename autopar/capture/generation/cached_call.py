@@ -65,7 +65,7 @@ class Traced:
     """Inputs and results of a traced call; torch.export would restore a module's attributes.
 
     Attributes:
-        positions: of the tokens of a decode, i64[tokens].
+        positions: positions of the tokens of a decode, i64[tokens].
         recorded: what a call without caches would keep, by name.
     """
 

@@ -68,7 +68,7 @@ def remembered(wanted: ModelSpec, options: Options, trace: Callable[[], Graph]) 
 
     Args:
         wanted: a model that is data, and its sizes.
-        options: of capture.
+        options: options of capture.
         trace: traces it.
     """
     text = remembered_text(

@@ -42,7 +42,7 @@ class PlanFile:
     """A plan file and the command line's options for it.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         model: the model, in place of the plan's.
         sizes: batch, sequence length and layers, in place of the plan's.
         rules: sharding rules by operator.
@@ -180,7 +180,7 @@ class Stage:
     """One stage of a plan.
 
     Attributes:
-        plan, graph: of this stage.
+        plan, graph: plan and graph of this stage.
         whole: the mesh of all stages.
         repeated: for a pipeline, how often the stage runs in a step; None otherwise.
     """

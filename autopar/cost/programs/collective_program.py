@@ -80,7 +80,7 @@ class CollectiveProgram:
 
     Attributes:
         kind: the collective, one of `KINDS`.
-        name: of the algorithm.
+        name: name of the algorithm.
         shape: the sizes of the levels, outermost first.
         chunks: number of chunks; a multiple of `unit`, see the table above.
         rounds: in order.

@@ -152,7 +152,7 @@ class ExecutionPlan:
     """A plan for all GPUs.
 
     Attributes:
-        name: of the algorithm.
+        name: name of the algorithm.
         collective: as MSCCL++ calls it, "allreduce".
         protocol: "Simple", or "LL" if data travels in packets with flags.
         inplace: whether input and output are one buffer.

@@ -21,7 +21,7 @@ class MissingSums:
     """The sums that the gradients of a row still need.
 
     Args:
-        row: of one rank.
+        row: row of one rank.
         wiring: connections of the stages; gives the axes of their meshes.
     """
 

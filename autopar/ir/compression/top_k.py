@@ -24,7 +24,7 @@ class TopK(Messages):
     """The largest by absolute value.
 
     Attributes:
-        percent: how many of a hundred, as text; of a tensor one at least.
+        percent: percentage of numbers, as text; at least one number of a tensor.
     """
 
     percent: str

@@ -30,7 +30,7 @@ class Outer:
         method: its name.
         axes: the independent axes of the mesh, outermost first.
         tau: steps of a round; see `autopar.ir.replicas.tau`.
-        options: of the method, by name, as texts.
+        options: options of the method, by name, as texts.
         on_loss: "error" stops all replicas if a rank is lost; "continue" leaves its replica out of
             the averages from then on.
 

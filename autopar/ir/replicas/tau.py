@@ -30,7 +30,7 @@ class Tau:
     for 0.
 
     Attributes:
-        steps: of a round; 0 leaves it to measurement.
+        steps: number of steps of a round; 0 if it is measured.
         first, until: another number of steps for rounds that begin before step `until`.
         by: "loss", "1/loss" or "".
     """

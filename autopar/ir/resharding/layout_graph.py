@@ -141,7 +141,7 @@ def class_of(tensor: TensorType, products: Sequence[int]) -> tuple[int, ...]:
 
     Args:
         tensor: the tensor.
-        products: of sizes of mesh axes, see `axis_products`.
+        products: products of sizes of mesh axes, see `axis_products`.
     """
     return tuple(bisect_right(products, size) for size in tensor.shape)
 

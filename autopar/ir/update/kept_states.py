@@ -57,7 +57,7 @@ def states_of(
     """Returns all states of a trained parameter on a device.
 
     Args:
-        rule: of its update.
+        rule: rule of its update.
         storage: its layouts.
         tensor: its type.
         mesh: the devices.

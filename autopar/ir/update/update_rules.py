@@ -48,8 +48,8 @@ class State:
 
     Attributes:
         name: as in the optimizer's state.
-        dtype: as in `DTYPE_BYTES`; "" for that of what is updated.
-        extents: as between the brackets of its text.
+        dtype: as in `DTYPE_BYTES`; "" for the dtype of the updated tensor.
+        extents: as in the brackets of its text.
         place: "device" or "host".
         lifetime: "kept" between steps, or only in the "update".
     """
@@ -104,7 +104,7 @@ class Products:
     Attributes:
         times: number of repetitions.
         terms: letters m, n and k of every product, s for the short and l for the long side.
-        dtype: of the operands; "" for that of what is updated.
+        dtype: dtype of the operands; "" for the dtype of the updated tensor.
     """
 
     times: int
@@ -246,7 +246,7 @@ class Update:
         """Returns an update with a number of bytes of state per byte of a parameter.
 
         Args:
-            state_bytes: as plan files before this value said it.
+            state_bytes: the value in plan files of earlier versions.
             whole: whether the optimizer mixed the elements of a tensor.
         """
         if state_bytes == 2.0 and not whole:

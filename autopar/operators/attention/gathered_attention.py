@@ -30,7 +30,7 @@ def gathered_attention(
     Args:
         query: [..., heads, queries, width].
         key, value: this device's keys, [..., heads, keys, width].
-        mask: of this device's queries and all keys, broadcast; None for none.
+        mask: mask of this device's queries and all keys, broadcast; None for none.
         how: options of attention.
         ring: the devices, with contiguous positions.
     """

@@ -40,7 +40,8 @@ def mixture(
         gate: like `up`; None for experts without gates.
         activation: "silu", "relu", "gelu" or "gelu_tanh", or a function of `gate` and `up` as text,
             such as "mul(sigmoid(gate), clamp(up, -7.0, 7.0))" (see operators/activation.py).
-        biases: of the products with gate and up, [experts, inner], and down, [experts, width].
+        biases: biases of the products with gate and up, [experts, inner], and down, [experts,
+            width].
 
     Returns:
         A tensor like `x`.

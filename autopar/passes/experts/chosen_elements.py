@@ -26,7 +26,7 @@ class Ids:
     Attributes:
         source: the value that holds them.
         dims: names of the dimensions of the value that was asked for.
-        experts: how many experts there are.
+        experts: number of experts.
         pairs: whether every choice of a token is treated as a separate token.
     """
 

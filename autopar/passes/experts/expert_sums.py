@@ -228,7 +228,7 @@ def text_of(node: Node, leaf: Callable[[Node], str], graph: Graph, depth: int = 
         node: the last value.
         leaf: returns "@0" for the first product, "@1" for the second, "" for other values.
         graph: the graph.
-        depth: how many values have been read.
+        depth: number of values read so far.
     """
     if found := leaf(node):
         return found

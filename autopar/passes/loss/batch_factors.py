@@ -26,7 +26,7 @@ class BatchFactors:
     """The factors of one graph.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         capture: returns the graph of twice as many samples; called at most once, if needed.
     """
 

@@ -48,7 +48,7 @@ class Parts:
     """Tells values that add up over microbatches from means, which stay the same.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         search: returns the operands to follow, and errors.
         divided: divisions by counts; their results add up.
         factors: recognises numbers that depend on the size of the batch.
@@ -156,7 +156,7 @@ class Divisions:
     """Looks for the divisions by counts between the losses of samples and the loss.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         microbatches: for errors.
     """
 

@@ -75,7 +75,7 @@ class _Change:
     """Rewrites one operator after the other.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         microbatches: number of them.
         divided: operators that divide by a count -> that count, or its inverse.
         operands: operators -> their operands that add up over microbatches, while others do not.

@@ -27,8 +27,8 @@ def capture_generation(
 
     Args:
         model: takes `past_key_values`.
-        sizes: of the prompts.
-        options: of planning, from `generating_options`.
+        sizes: sizes of the prompts.
+        options: options of planning, from `generating_options`.
 
     Raises:
         CaptureError: the model cannot be traced, keeps nothing between tokens, or counts keys to

@@ -86,7 +86,7 @@ def plan_serving(
     Args:
         prefill, decode: prepared graphs with the same parameters and caches.
         mesh: the devices.
-        options: of planning, from `generating_options`.
+        options: options of planning, from `generating_options`.
         new_tokens: tokens that follow one prefill; a decode computes all but the first.
         stored: storage of parameters by key, if a program in training has fixed it.
 

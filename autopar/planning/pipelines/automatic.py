@@ -78,7 +78,7 @@ class OnMicrobatches:
         model: captures the model on a batch of any size.
         batch: samples in a step.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
     """
 
     def __init__(self, model: AnySize, batch: int, mesh: Mesh, options: Options) -> None:
@@ -174,7 +174,7 @@ def plan_pipeline(
         model: captures the model on a batch of any size.
         batch: samples in a step.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
         trace: writes intermediate values.
         progress: reports the progress of the search.
 

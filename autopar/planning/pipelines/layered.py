@@ -23,9 +23,9 @@ class Layered:
 
     Attributes:
         graph: normalised, without shares and repeats.
-        layers: of the graph.
+        layers: layers of the graph.
         more: number of equal layers that each run of the whole model has in addition.
-        samples: of the microbatch, 0 if unknown.
+        samples: number of samples of the microbatch, 0 if unknown.
     """
 
     graph: Graph
@@ -93,7 +93,7 @@ def unlike(recompute: str, kinds: Sequence[Hashable], signature: Signature, part
 
     Args:
         recompute: as the user asked, "auto" or "none" for nothing in particular.
-        kinds: of all layers of the model.
+        kinds: kinds of all layers of the model.
         signature: kinds and numbers of the stage's layers.
         part: the stage's graph.
     """

@@ -32,7 +32,7 @@ class Repeated:
         rank_stages: memory of all stages of a device, in units of this stage's. The stages run in
             turn, so they share transient memory.
         further: tensors of the size of the weights that the schedule adds.
-        precision: of training.
+        precision: precision of training.
         taken: number of microbatches whose gradients one update takes; 0 for all of a step.
         late_loss: whether replicas may be steps apart, see `StagePlan`.
     """

@@ -70,7 +70,7 @@ class SearchResult:
         pipeline: the fastest by simulation, or a simpler one that is equally fast within the error
             of prices.
         seconds: simulated seconds of its step.
-        timeline: of its actions.
+        timeline: timeline of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
         closed_form: the result of the search by closed forms.
         ends: the last operator of every layer; () if the model has more layers than were traced.
@@ -116,7 +116,7 @@ def search(
         layered: number of microbatches -> the model on one of them.
         mesh: the cluster.
         microbatches: numbers of microbatches to choose from.
-        options: of planning.
+        options: options of planning.
         memory: bytes of a device, of all or by `Mesh.kind`.
         schedules: names with options to choose from; () for all candidates, see
             `inter_op/schedules/`. On unlike devices only those with one stage a rank are used.

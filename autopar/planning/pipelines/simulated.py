@@ -83,7 +83,7 @@ class Simulated:
         stages: in execution order.
         timeline: the actions of each group of ranks; without flushes, of a few periods from the
             first microbatch on.
-        seconds: of the whole step, or of a period in the steady state.
+        seconds: seconds of the whole step, or of a period in the steady state.
         bubble: fraction of that time in which ranks are idle, without the update at the end of a
             step.
         ranks: the global ranks of each group.
@@ -104,7 +104,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     """Simulates a step of a pipeline.
 
     Args:
-        graphs: of the stages, from `stage_graphs`.
+        graphs: graphs of the stages, from `stage_graphs`.
         plan: the pipeline's.
         options: give rules and prices.
 

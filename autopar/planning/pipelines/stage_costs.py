@@ -99,7 +99,7 @@ class StageCosts:
     Args:
         layered: number of microbatches -> the model on one of them; called once for each number.
         mesh: the cluster.
-        options: of planning.
+        options: options of planning.
         memory: bytes of a device, of all or by `Mesh.kind`.
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.

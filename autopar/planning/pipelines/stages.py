@@ -127,7 +127,7 @@ def plan_stages(
         mesh: all devices.
         microbatches, schedule: number of microbatches in a step; schedule with its options.
         options, trace: for every stage.
-        recompute: of each stage, in place of the option.
+        recompute: recomputation of each stage, in place of the option.
         rank_stages: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
         workers: processes that plan stages, unless something is traced.
 

@@ -93,7 +93,7 @@ def copies_of(schedule: Schedule, wiring: Wiring | None = None) -> tuple[Copies,
     A corrected backward also computes the weights that it runs on, a stored tensor for its time.
 
     Args:
-        schedule: of the pipeline.
+        schedule: schedule of the pipeline.
         wiring: connections of the stages; None for a chain.
     """
     if schedule.flushes:
@@ -128,7 +128,7 @@ def late_sums(
     `runtime/pipeline/sums.py`.
 
     Args:
-        graph, plan: of the stage.
+        graph, plan: graph and plan of the stage.
         outer: see `Schedule`.
         price: seconds of a collective.
     """

@@ -63,7 +63,7 @@ def along(
     Numbers between are added only if these two differ in seconds.
 
     Args:
-        share: of a device.
+        share: share of a device.
         fastest: number of microbatches in flight -> the fastest candidate that fits.
         memory: bytes of a device.
         worth: largest time of a candidate, in units of the first one's.
@@ -129,7 +129,7 @@ def partly(
     Args:
         none, full: the same choice, with no blocks and with all blocks recomputed.
         blocks: number of blocks.
-        share: of a device.
+        share: share of a device.
         in_flight: number of microbatches in flight.
         memory: bytes of a device.
     """

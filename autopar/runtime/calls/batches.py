@@ -105,7 +105,7 @@ class Intake:
         Args:
             batch: whole tensors by name.
             types: dtypes and shapes of the program's inputs by name, "i64[8, 16]".
-            kind: of the call, "step".
+            kind: kind of the call, "step".
             options: texts of options that must agree, by name.
             parted: names of the inputs of which ranks pass parts.
 

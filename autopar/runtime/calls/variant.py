@@ -79,7 +79,7 @@ def variant_of(
         stored: parameters of the first program.
         named: this device's tensors of these parameters, by key.
         values: constants that only the new program reads: whole tensors by name.
-        caches: of all programs, to which the new one's are added.
+        caches: caches of all programs, to which the new one's are added.
 
     Raises:
         ProgramError: the program stores a parameter differently, or trains one that the first

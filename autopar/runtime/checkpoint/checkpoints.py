@@ -239,7 +239,7 @@ class Checkpoints:
         """Continues from the state of another program of the same model; all ranks call it.
 
         Args:
-            snapshot: of this rank, from `snapshot` of the other program's checkpoints.
+            snapshot: snapshot of this rank, from `snapshot` of the other program's checkpoints.
 
         Raises:
             CheckpointError: it is of another model or optimizer.

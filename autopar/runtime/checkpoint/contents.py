@@ -109,7 +109,7 @@ def held_of(
         state: state of the program.
         tensors: this rank's tensor of each parameter and buffer.
         weights: the same, with the tensors that the optimizer updates.
-        update: of these parameters.
+        update: update of these parameters.
         first: names that are saved from here, None for all.
     """
     dealt = {key: item for each in update.owners for key, item in each.items.items()}

@@ -24,7 +24,7 @@ def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
     """Returns the index of the state that the ranks of a group hold together; all ranks call it.
 
     Args:
-        snapshot: of this rank.
+        snapshot: snapshot of this rank.
         group: all ranks; None for a process alone.
 
     Returns:
@@ -83,8 +83,8 @@ def exchange(
     """Fills the parts that every rank needs from the parts of all ranks; all ranks call it.
 
     Args:
-        snapshot: of this rank.
-        index: of all ranks, from `shared_index`.
+        snapshot: snapshot of this rank.
+        index: index of all ranks, from `shared_index`.
         wanted: parts of tensors of the index, on any device; they are overwritten.
         group: all ranks, on gloo; None for a process alone.
     """

@@ -46,7 +46,7 @@ class Part:
     Attributes:
         name: name of the tensor in the checkpoint.
         tensor: the elements of the box.
-        box: their place in the whole tensor.
+        box: place of the elements in the whole tensor.
         shape: shape of the whole tensor.
     """
 

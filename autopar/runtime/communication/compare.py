@@ -169,7 +169,7 @@ def race(
     Args:
         everyone: all ranks.
         device: device of this rank.
-        rounds: of the comparison.
+        rounds: rounds of the comparison.
         runs: the calls by name.
         kept: names of calls that never drop out.
     """

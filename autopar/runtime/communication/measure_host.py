@@ -26,7 +26,7 @@ def host_figures(bench: Bench, group: Group) -> list[Kernel]:
     """Returns the figures of the host as points of a calibration.
 
     Args:
-        bench: of all processes, on their devices.
+        bench: the benchmark of all processes, on their devices.
         group: the processes that a collective joins.
     """
     return [

@@ -162,8 +162,8 @@ def buckets(weights: Sequence[Weights], nbytes: int) -> list[list[nn.Parameter]]
     """Returns the trained parameters of programs in buckets, by the largest part of any rank.
 
     Args:
-        weights: of the programs.
-        nbytes: of parameters whose state is copied together, approximately.
+        weights: weights of the programs.
+        nbytes: bytes of parameters whose state is copied together, approximately.
     """
     sized = [
         _Sized(own, math.prod(w.storage.updated.local_shape(w.type.shape, each.comm.mesh))

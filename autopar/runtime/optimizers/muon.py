@@ -125,7 +125,7 @@ def muon(
         adamw: options of `torch.optim.AdamW` for its parameters, such as {"lr": 3e-4}.
         adamw_names: patterns of names of matrices that AdamW also updates, ("lm_head.weight",).
         dtype: of the Newton-Schulz iteration: "bf16", or "own" for that of the parameter.
-        **options: of `torch.optim.Muon`, with its defaults.
+        **options: options of `torch.optim.Muon`, with its defaults.
 
     Raises:
         OptionError: there is no such option or dtype.

@@ -126,7 +126,7 @@ def buckets_of(
     """Returns the buckets of all trained tensors of a device.
 
     Args:
-        weights: of the program, or of its local stages.
+        weights: weights of the program, or of its local stages.
         method: the outer method.
         device: the device of the program.
         separate: names of parameters that get separate buckets, because other devices of the

@@ -49,7 +49,7 @@ class LocalUpdates:
         program: the program of this device's replica.
         outer: how replicas synchronise.
         mesh: all devices.
-        peers: of the replica; see `Peers.within`.
+        peers: peers of the replica; see `Peers.within`.
         sliced: whether every rank passes the batch of all replicas instead of its own part.
         evaluate: ANCHOR, AVERAGE, or "" for the anchor if the method has one.
 

@@ -38,8 +38,8 @@ class Report:
         step_seconds: seconds of a local step on the slowest device, with or without messages.
         sync_seconds: seconds from the first send to the last arrival on the slowest device.
         waited: seconds that this rank waited at the end of the last round.
-        taken_seconds: of a round, which a synchronisation takes from the steps of the slowest
-            device although it overlaps: the outer update, and slower steps.
+        taken_seconds: seconds of a round, which a synchronisation takes from the steps of the
+            slowest device although it overlaps: the outer update, and slower steps.
     """
 
     number: int = 0
@@ -64,7 +64,7 @@ class Rounds:
         survivors: continues without lost replicas; None if all stop.
 
     Attributes:
-        report: of the last round.
+        report: report of the last round.
         steps: number of steps so far.
         at: number of steps in this round.
         count: number of replicas.
@@ -98,7 +98,7 @@ class Rounds:
         """Counts a local step and runs the synchronisation that is due after it.
 
         Args:
-            loss: of this replica.
+            loss: loss of this replica.
             rate: the inner learning rate.
         """
         self.clock.arrived(self._sending)

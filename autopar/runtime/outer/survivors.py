@@ -25,7 +25,7 @@ class Survivors:
     Args:
         attendance: who is alive.
         peers: all processes.
-        lease: of the present group of this rank's peers.
+        lease: lease of the present group of this rank's peers.
         place: position of this rank in its replica.
     """
 

@@ -49,7 +49,7 @@ class Gradients:
 
     Args:
         weights: the parameters; parameters of further stages on this mesh are appended later.
-        device: their device.
+        device: device of the parameters.
         rounds: backwards per step.
         order: id of an updated tensor -> number; only gradients with one number are sent together.
         room: returns a flat tensor for the gradient shards of some parameters, or None.

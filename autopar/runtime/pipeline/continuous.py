@@ -63,7 +63,7 @@ class Continuous:
 
     Args:
         stages: the stages of this rank.
-        placement: of all stages, with their rows.
+        placement: placement of all stages, with their rows.
         row: index of this rank's row.
         interpreter: executes computations and transfers.
         update: updates this rank's parameters.

@@ -38,7 +38,7 @@ class PipelineProgram:
             "i64[8@data, 16]".
         stages: stages of this rank by number and copy.
         peers, wires: the other ranks and the channels to them.
-        device: of this rank.
+        device: device of this rank.
     """
 
     modules: Sequence[Generated]
@@ -200,7 +200,7 @@ class PipelineProgram:
 
         Args:
             value: the microbatches' outputs one after the other.
-            rows: of one of them.
+            rows: rows of one of them.
         """
         world = self.part.world
         split = [

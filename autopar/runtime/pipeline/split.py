@@ -109,7 +109,7 @@ def backward_input(
 
     Args:
         results: tensors with an autograd graph.
-        gradients: of the results.
+        gradients: gradients of the results.
         leaves: tensors whose gradients are computed now.
         weights: tensors whose gradients are computed later.
 

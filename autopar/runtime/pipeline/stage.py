@@ -168,7 +168,7 @@ class Stage:
 
         Args:
             microbatch: its number.
-            gradients: of the results by name; a missing result has no gradient.
+            gradients: gradients of the results by name; a missing result has no gradient.
             share: returns the gradient of the loss if this stage computes the loss.
         """
         kept = self._kept.pop(microbatch)

@@ -38,7 +38,7 @@ class Sums:
 
         Args:
             stage: whose gradients are reduced.
-            axes: of its mesh over which they are reduced; () for all.
+            axes: axes of its mesh over which they are reduced; () for all.
             names: keys of the parameters; () for all.
         """
         gradients = stage.runtime.gradients

@@ -142,7 +142,7 @@ class Peers:
 
         Args:
             purpose: name in records.
-            backend: of torch; None for the default.
+            backend: torch backend; None for the default.
         """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 

@@ -26,7 +26,7 @@ def kept_tensors(
     """Yields every tensor that a rank keeps of its trained parameters; see `ir/update/kept_states`.
 
     Args:
-        weights: of all programs on this rank.
+        weights: weights of all programs on this rank.
         optimizer: their optimizer.
         wholes: the tensor that it updates in place of a part, by the part's id.
         averages: averages by the id of the updated tensor.

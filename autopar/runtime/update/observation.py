@@ -123,7 +123,7 @@ def _state(name: str, value: Tensor, other: Any, shape: Sequence[int]) -> State:
     Args:
         name, value: the state of an f32 parameter.
         other: the state of an f64 parameter, if there is one.
-        shape: of the parameter.
+        shape: shape of the parameter.
     """
     follows = value.dtype == torch.float32 and (
         not isinstance(other, Tensor) or other.dtype == torch.float64

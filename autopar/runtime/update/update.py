@@ -77,7 +77,7 @@ class Update:
         training: the settings.
         precision: precision of the program.
         trained: tensors that this rank updates, with names of the model's parameters.
-        device: their device.
+        device: device of the parameters.
         bucket: bytes of parameters whose state is copied together from host memory; None if the
             state is on the device.
         held: if AdamW's step is a kernel, stored tensors of masters that only need rounding, by the
@@ -293,8 +293,8 @@ class Update:
         """Update the parameters of one stage, whatever becomes of the others', and gather them.
 
         Args:
-            weights: of the stage; their gradients are given up.
-            norm: of its gradients; None where nobody needs it.
+            weights: weights of the stage; their gradients are given up.
+            norm: norm of its gradients; None where nobody needs it.
         """
         if norm is not None and self.training.clip_norm is not None:
             clip(weights.gradients, norm, self.training.clip_norm)

@@ -81,7 +81,7 @@ class GenerateKeywords(TypedDict, total=False):
         eos_token_id: token, or tokens, that end a sequence.
         pad_token_id: what follows the end of a sequence; by default the token that ends it.
         decoder_start_token_id: the first token of an encoder-decoder's results.
-        seed: of the draws; without it, torch's own generator, on one rank only.
+        seed: seed of the draws; without it, torch's own generator, on one rank only.
         repetition_penalty: makes tokens that a text has already less likely; by default 1.
         logits_processor: functions that change scores, such as those of transformers; each gets the
             tokens so far and the scores of the next one, whole and on the CPU.

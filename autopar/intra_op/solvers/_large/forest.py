@@ -197,7 +197,7 @@ def resolve(
         f: working space with the candidates; its `nodes` and `taken` become the solution.
         cost: cost of every choice, including the price of its memory.
         choice: present choice of every node.
-        candidates: their number.
+        candidates: number of candidates.
         asked: choice that the first candidate takes in any case; -1 for its best one.
 
     Returns:
