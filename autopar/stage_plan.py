@@ -284,7 +284,7 @@ def mesh_of(text: Any) -> Mesh:
 
 
 def _update_of(fields: Fields) -> Update:
-    """Read the entry `update`, or `state_bytes`, which older files have in its place."""
+    """Reads the entry `update`, or `state_bytes`, which older files have instead."""
     before = fields.take("state_bytes", Number(0, 1e6), None)
     texts = fields.take("update", Row(Text(100_000)), None)
     if texts is not None:

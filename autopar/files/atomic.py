@@ -38,7 +38,7 @@ _DAY = 86_400.0  # seconds
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and to the disk; a device or a pipe is written to.
+    """Writes a file, whole or not at all, and flushes it to the disk; writes to devices directly.
 
     Raises:
         OSError: it cannot be written; it is as it was.
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk."""
+    """Flushes a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -140,7 +140,7 @@ class Draft:
             raise
 
     def others(self) -> list[Owner]:
-        """Who else is at work on the target; of two that begin at once, one sees the other."""
+        """Returns another writer of the target; of two that begin at once, one sees the other."""
         found = [
             _at_work(folder, top, self._born)
             for folder, top in _drafts(self.target, self._kind)
@@ -149,7 +149,7 @@ class Draft:
         return [owner for owner in found if owner is not None]
 
     def publish(self, marker: str) -> None:
-        """Let the draft's `marker` take its place in the target: from then on it counts.
+        """Publishes the draft: moves its `marker` into the target.
 
         Raises:
             OSError: it cannot; the target is as it was.
@@ -205,7 +205,7 @@ class Draft:
         remove(self.folder)
 
     def _enter(self) -> None:
-        """Go to the target, which another writer has made in the meantime."""
+        """Moves into the target, which another writer has created in the meantime."""
         inside = self.target / self.folder.name
         os.rename(self.folder, inside)
         old, self._base, self.folder = self._base, self.target, inside
@@ -214,7 +214,7 @@ class Draft:
         sync(self.target)
 
     def abandon(self) -> None:
-        """Remove the draft, unless it is published; the target is as it was."""
+        """Removes the draft unless it is published; leaves the target unchanged."""
         if self._published:
             return
         remove(self.folder)
@@ -241,7 +241,7 @@ class Draft:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Rename a folder unless there is something at `target`."""
+    """Renames a folder, unless `target` exists."""
     try:
         os.rename(source, target)
     except OSError:
@@ -252,7 +252,7 @@ def _renamed(source: Path, target: Path) -> bool:
 
 
 def _owner(lock: int, note: str) -> Owner:
-    """This process, having locked the file."""
+    """Returns this process as owner, after locking the file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         machine = _machine()
@@ -283,7 +283,7 @@ def _drafts(target: Path, kind: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _at_work(folder: Path, top: Path, now: float) -> Owner | None:
-    """Who may still be writing a draft; None if its writer has ended, well or not."""
+    """Returns the possible writer of a draft; None if the writer has ended."""
     owner = Owner("", "an unknown host", 0, "")
     try:
         handle = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK)

@@ -240,7 +240,7 @@ class Fields:
 
 
 def checked(error: type[AutoparError], **values: tuple[Any, Check]) -> None:
-    """Compare arguments, each with its check; raises `error` with the name of the first wrong one.
+    """Checks arguments; raises `error` with the name of the first wrong one.
 
     Args:
         error: what is raised.

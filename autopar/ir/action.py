@@ -95,7 +95,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
+        """Parses "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
 
         Raises:
             ScheduleError: the text is not an action.

@@ -216,20 +216,20 @@ class Executor:
 
     @property
     def streams(self) -> str:
-        """See `Holder`: a step ends before the next one begins."""
+        """Returns "": a step ends before the next one begins, see `Holder`."""
         return ""
 
     def settle(self) -> None:
-        """No call is under way between two steps."""
+        """Does nothing: there is no work in flight between two steps."""
 
     def drain(self) -> None:
-        """Nothing is under way between two steps."""
+        """Does nothing: there is no work in flight between two steps."""
 
     def under_way(self) -> None:
-        """Nothing."""
+        """Returns None: there is no work in flight between two steps."""
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Never called, since nothing is under way in a program of its fingerprint."""
+        """Never runs, because a program with its fingerprint has no work in flight."""
 
     def meet(self, call: str, drain: bool = True) -> None:
         """Compares a call with the calls of the other ranks, and waits for earlier steps.

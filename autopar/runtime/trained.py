@@ -76,7 +76,7 @@ class Trained(ABC):
 
     @property
     def rounds(self) -> Report:
-        """Report on the last round of local updates, the same on every rank.
+        """The report of the last round of local updates, equal on all ranks.
 
         Its `loss` is the mean over replicas; `step` returns that of this rank's own.
 

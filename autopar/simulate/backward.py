@@ -109,7 +109,7 @@ def backward(
     recorder: Recorder,
     weights: Weights,
 ) -> None:
-    """Plays `tape` from its end, which empties it, and leaves every parameter its gradient.
+    """Runs `tape` from its end, which empties it and computes the gradient of every parameter.
 
     Args:
         tape: the tape of the forward.

@@ -201,7 +201,7 @@ class _Engine:
             self._begin(self.tasks[self.next - 1].stream)
 
     def _advance(self) -> None:
-        """Go on to the next completion, or to the time at which the next task is issued."""
+        """Advances to the next completion, or to the time at which the next task is issued."""
         rates = self._rates()
         ends = {stream: task.left / rates[stream] for stream, task in self.running.items()}
         passed = min(ends.values(), default=math.inf)

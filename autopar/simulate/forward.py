@@ -93,7 +93,7 @@ class Forward:
         self.twice: _RecomputedBlock | None = None  # the current block, if it is recomputed
 
     def simulate(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
-        """Plays the program; returns its results, which are held, and the tape."""
+        """Simulates the program; returns its results, which are held, and the tape."""
         self.blocks = program.blocks
         outputs = self._results(program.forward, [], {})
         self.offload.gone()
@@ -102,7 +102,7 @@ class Forward:
     def _run(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> dict[str, Value]:
-        """Plays a function; `names` maps nodes of the first block to those of this block."""
+        """Simulates a function; `names` maps nodes of the first block to those of this block."""
         recorder, frame = self.recorder, dict[str, Value]()
         for bound, value in zip(function.arguments, arguments, strict=True):
             frame[bound.variable] = value
@@ -142,7 +142,7 @@ class Forward:
             names = dict(zip(repeat.iterations[0], block, strict=True))
             arguments = [*(frame[variable] for variable in line.targets), *outside]
             if how is not None and number < how.blocks:
-                results = self._play_twice(function, arguments, names, how.kind, repeat)
+                results = self._run_twice(function, arguments, names, how.kind, repeat)
             elif first <= number < end:
                 self.offload.begin()
                 results = self._results(function, arguments, names)
@@ -156,7 +156,7 @@ class Forward:
     def _results(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> list[Value]:
-        """Plays a function and returns its results, which are held."""
+        """Simulates a function and returns its results, which are held."""
         frame = self._run(function, arguments, names)
         results = [self._read(frame, names, bound.variable) for bound in function.results]
         for value in results:
@@ -164,7 +164,7 @@ class Forward:
         self._leave(frame)
         return results
 
-    def _play_twice(
+    def _run_twice(
         self,
         function: Function,
         arguments: list[Value],
@@ -172,7 +172,7 @@ class Forward:
         kind: str,
         repeat: Repeat,
     ) -> list[Value]:
-        """Plays a block without a tape and returns its results; the backward will recompute it."""
+        """Simulates a block without a tape and returns its results; the backward recomputes it."""
         twice = self.twice = _RecomputedBlock(again(self.graph, repeat, kind))
         tape, self.tape = self.tape, []
         results = [

@@ -184,7 +184,7 @@ def update(
     plan: StagePlan,
     away: bool,
 ) -> None:
-    """Plays the updates of the optimizer's phase.
+    """Simulates the updates of the optimizer's phase.
 
     Args:
         recorder: takes the tasks.
@@ -270,7 +270,7 @@ def _come(
 
 
 def _go(recorder: Recorder, settings: Settings, here: _MovedState) -> _MovedState:
-    """It goes back."""
+    """Moves the state back to host memory."""
     with recorder.aside(settings.accelerator):
         nbytes = here.buffer.nbytes
         task = recorder.copy(here.buffer.name, nbytes, False, not settings.accelerator)

@@ -161,7 +161,7 @@ class PulpProgram:
         return [(y, float(cost[i, j])) for (i, j), y in pair.items()]
 
     def _memory(self) -> None:
-        """At each time at which the set of live nodes is maximal, memory is within the limit."""
+        """Adds the memory limit at each time at which the set of live nodes is maximal."""
         import pulp
 
         limit = self.problem.memory_limit

@@ -41,7 +41,7 @@ class TopK(Messages):
         return Field("", self.kept(n)), Field("i32", self.kept(n))
 
     def encode(self, x: Tensor, kernels: Any) -> tuple[Tensor, ...]:
-        """Of every row the largest, in the order of their places."""
+        """Returns the largest numbers of every row, in the order of their indices."""
         places = x.abs().topk(self.kept(x.shape[1]), 1).indices.sort(1).values
         return x.gather(1, places), places.int()
 

@@ -245,7 +245,7 @@ def _taken(of: ChosenElements, node: Node) -> Support | None:
 
 
 def _reduced(of: ChosenElements, node: Node) -> Support | None:
-    """Over slots, of which at most one is nonzero."""
+    """Returns the meaning of a sum over slots, of which at most one is nonzero."""
     found, dims = of.at(node.args[0]), argument(node, 1, "dim")
     if found is None or not isinstance(dims, (int, tuple)):
         return None

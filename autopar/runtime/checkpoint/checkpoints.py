@@ -258,7 +258,7 @@ class Checkpoints:
     def _take_state(
         self, index: Index, where: str, read: Callable[[Callable[[], list[Part]]], None]
     ) -> None:
-        """Give the program the state that an index describes.
+        """Gives the program the state that an index describes.
 
         Args:
             index: index of a checkpoint, or of another program's state.

@@ -30,7 +30,7 @@ from autopar.ir.action import COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Acti
 from autopar.ir.pipeline_step import ahead, at_period, draining, in_update, versions
 from autopar.runtime.pipeline.group_options import GroupOptions
 from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
-from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
+from autopar.runtime.pipeline.interpreter import EXECUTED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
@@ -179,7 +179,7 @@ class Continuous:
             return
         stage = self._stages[action.stage, action.copy]
         gradients = stage.runtime.gradients
-        if action.kind in PLAYED:
+        if action.kind in EXECUTED:
             if action.kind == "B" and gradients is not None:
                 for weight in gradients.weights.values():
                     gradients.leave(weight)

@@ -77,7 +77,7 @@ class _Board:
         self._key = f"autopar/alike/{self._number}"
 
     def meet(self) -> None:
-        """Wait until all ranks have come; by gloo's connections, which break where a rank dies.
+        """Waits until all ranks have arrived, by gloo's connections, which break if a rank dies.
 
         Raises:
             RanksDifferError: one does not come in time.

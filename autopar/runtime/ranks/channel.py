@@ -71,7 +71,7 @@ class Channel:
         self._run("all_reduce", x.nbytes, dist.all_reduce, x, op)
 
     def all_reduce_async(self, x: Tensor) -> PendingCall:
-        """Begin to add x up over the ranks, in its place."""
+        """Starts an all_reduce of x, in place."""
         handle = self.handle
         event = self.recorder.begin(self.name, self.ranks, "all_reduce", x.nbytes, False)
         return PendingCall(dist.all_reduce(x, group=handle, async_op=True), event)
