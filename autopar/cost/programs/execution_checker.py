@@ -139,7 +139,7 @@ class _Trial:
                 except (KeyError, IndexError):
                     raise self._wrong(
                         f"rank {rank} has a threadblock with a channel or buffer of none",
-                        "those through switches are not judged",
+                        "those through switches are not supported",
                     ) from None
                 yield _Thread(number, rank, block.operations, channels, buffers, {number: 1})
                 number += 1
@@ -174,7 +174,7 @@ class _Trial:
         operation = thread.operations[thread.place]
         name = operation.name
         if "tbg_info" in operation.more or operation.inner:
-            raise self._wrong(f"{name} is not judged", "it belongs to a group or a pipeline")
+            raise self._wrong(f"{name} is not supported", "it belongs to a group or a pipeline")
         if name in _NOTHING:
             return True
         if name in _WAITS:
@@ -188,7 +188,7 @@ class _Trial:
         elif name in _SIGNALS:
             done = True
         else:
-            raise self._wrong(f"{name} is not judged", f"rank {thread.rank} has it")
+            raise self._wrong(f"{name} is not supported", f"rank {thread.rank} has it")
         if done and name in _SIGNALS:
             for channel in operation.channels:
                 peer, which, kind = self._channel(thread, operation, channel)
@@ -272,7 +272,7 @@ class _Trial:
 
     def _sum(self, thread: _Thread, operation: Operation) -> bool:
         if (how := operation.more.get("reduce_op", "sum")) != "sum":
-            raise self._wrong(f"{operation.name} by {how!r:.80} is not judged", "sums are")
+            raise self._wrong(f"{operation.name} by {how!r:.80} is not supported", "sums are")
         sources = [self._places(thread, operation, part) for part in operation.source]
         targets = [self._places(thread, operation, part) for part in operation.target]
         if not sources or len({len(row) for row in (*sources, *targets)}) != 1:

@@ -202,7 +202,7 @@ def simulate_messages(
     devices = math.prod(level.size for level in levels)
     if devices != flow.ranks:
         raise CollectiveError(
-            f"a program of {flow.ranks} ranks is played by {devices} devices",
+            f"a program of {flow.ranks} ranks cannot run on {devices} devices",
             why="each of its ranks is a device",
         )
     count = len(flow.waits)

@@ -20,7 +20,7 @@ def promised_chunks(plan: ExecutionPlan) -> Iterator[tuple[int, str, int, Value]
     gpus, kind, where = plan.gpus, plan.collective, f"{plan.collective} by {plan.name}"
     if kind not in COLLECTIVES.values():
         known = ", ".join(COLLECTIVES.values())
-        raise CollectiveError(f"{kind} is not judged", where=where, why=f"there are {known}")
+        raise CollectiveError(f"{kind} is not supported", where=where, why=f"there are {known}")
     sizes = {(gpu.inputs, gpu.outputs) for gpu in gpus}
     if len(sizes) != 1 or not all(inputs for inputs, _ in sizes):
         why = f"chunks of inputs and outputs: {sorted(sizes)[:8]}"
