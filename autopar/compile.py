@@ -312,7 +312,7 @@ def compile(
         MeshError: the mesh does not fit the processes.
         RanksDifferError: the ranks pass different arguments; names the first one.
         ScheduleError, StageError: the schedule does not exist for these sizes, or the model cannot
-            be cut so.
+            be cut into such stages.
         PlanError: `offload` or `recompute` cannot be parsed.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: the solver is unknown.
