@@ -30,7 +30,7 @@ from autopar.session.step_metrics import StepMetrics
 
 
 class Progress:
-    """A line in the terminal: steps, loss, tokens a second, utilisation, memory and what remains.
+    """A line in the terminal: steps, loss, tokens per second, utilisation, memory, remaining time.
 
     Args:
         total: number of steps; None if unknown.
@@ -70,8 +70,8 @@ class TensorBoard:
     """Scalars for TensorBoard.
 
     Args:
-        folder: of the event files.
-        prefix: of the names of the figures.
+        folder: folder of the event files.
+        prefix: prefix of the names of the figures.
 
     Raises:
         MissingDependencyError: the package tensorboard is not installed.
@@ -88,7 +88,7 @@ class TensorBoard:
             self._writer.add_scalar(f"{self._prefix}{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes all pending events."""
         self._writer.close()
 
 
@@ -96,8 +96,8 @@ class WandB:
     """Figures for a run of Weights & Biases.
 
     Args:
-        prefix: of the names of the figures.
-        **options: of `wandb.init`.
+        prefix: prefix of the names of the figures.
+        **options: options of `wandb.init`.
 
     Raises:
         MissingDependencyError: the package wandb is not installed.

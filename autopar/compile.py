@@ -21,7 +21,7 @@ from autopar.planning.capturing import Call
 from autopar.planning.frontier import fastest_together
 from autopar.planning.generation.serving import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
-from autopar.planning.local_rounds import apart
+from autopar.planning.local_rounds import with_local_rounds
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import check_prices, limit_of
@@ -123,7 +123,7 @@ def plan(
     part, inside = call, outer.within(devices)
     if asked.batches == GLOBAL:
         part = call.part_of(outer.count(devices))
-    return apart(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
+    return with_local_rounds(plan_model(part, inside, asked, Trace(asked.trace)), outer, devices)
 
 
 def plan_together(
@@ -246,7 +246,7 @@ def load(
             if you would run a script of its author.
         model: must equal the compiled model in class, shapes, modes and attributes.
         optimizer, dump: as for `compile`.
-        loss_fn: the one that the program was compiled with, for evaluations and other shapes.
+        loss_fn: the loss_fn with which the program was compiled, for evaluations and other shapes.
         **options: see `autopar.session.keywords.TrainKeywords`.
 
     Returns:
@@ -294,8 +294,8 @@ def compile(
     Args:
         model: any module that torch.export can trace.
         mesh: a DeviceMesh, a Mesh or its text, "H100: node=2, gpu=8".
-        example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
-            arguments, or one tensor. If it is None, the first step captures its batch.
+        example_inputs: a batch with the types of later batches: a tuple of positional or a mapping
+            of keyword arguments, or one tensor. If it is None, the first step captures its batch.
         optimizer: a function that makes a torch optimizer for parameters, which are local shards.
         plan: a plan to use instead of searching for one; with one of a generation, call `generate`.
         dump: a folder to which every rank writes its last calls if one fails, by default a
@@ -312,7 +312,7 @@ def compile(
         MeshError: the mesh does not fit the processes.
         RanksDifferError: the ranks pass different arguments; names the first one.
         ScheduleError, StageError: the schedule does not exist for these sizes, or the model cannot
-            be cut so.
+            be cut into such stages.
         PlanError: `offload` or `recompute` cannot be parsed.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: the solver is unknown.

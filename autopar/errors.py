@@ -1,6 +1,6 @@
 """All errors that users can meet: what happened, where, why, and what to do next.
 
-Every class has the same four parts, so that all messages read alike:
+Every class has the same four parts, so that all messages have the same form:
 
 >>> print(MeshError("mesh has 8 devices", why="the process group has 4 ranks",
 ...                 todo="start 8 processes or write a mesh of 4"))

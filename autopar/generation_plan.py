@@ -20,13 +20,13 @@ from typing import Any
 import tomlkit
 
 from autopar.errors import PlanError
-from autopar.files.checked_values import Fields, Text, Whole
+from autopar.files.checked_values import Fields, Integer, Text
 from autopar.ir.mesh import Mesh
 from autopar.plan import FILE, Plan
 
 TASK = "generate"
 VERSION = 1
-_COUNT = Whole(1, 2**31)
+_COUNT = Integer(1, 2**31)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class GenerationPlan:
     def from_table(cls, table: Mapping[str, Any], where: str = "") -> GenerationPlan:
         """Builds a plan from the entries of a file; raises PlanError naming a malformed one."""
         fields = Fields(table, PlanError, "the plan", where)
-        fields.take("version", Whole(VERSION, VERSION))
+        fields.take("version", Integer(VERSION, VERSION))
         fields.take("task", Text(known=(TASK,)))
         sizes = [fields.take(name, _COUNT) for name in ("batch", "prompt", "new_tokens")]
         within = f"{where}, " if where else ""

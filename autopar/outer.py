@@ -63,12 +63,12 @@ def co2(
 
     Args:
         axis, tau: as above.
-        beta, rate: of the outer momentum.
-        penalty: of the staleness gap: "rate" follows the learning rate, a number is a constant, and
-            "off" is 1.
+        beta, rate: momentum and learning rate of the outer optimizer.
+        penalty: penalty of the staleness gap: "rate" follows the learning rate, a number is a
+            constant, and "off" is 1.
         clip: bound of every element of the outer momentum; None for no bound.
-        origin: what a late average is compared with: the current "anchor", or the anchor at the
-            beginning of its "round", which needs one more copy in memory.
+        origin: the parameters with which a late average is compared: the current "anchor", or the
+            anchor at the beginning of its "round", which needs one more copy in memory.
     """
     return Outer.of(
         "co2", axis, tau, beta=beta, rate=rate, penalty=penalty,
@@ -98,8 +98,8 @@ def streaming_diloco(
         axis, tau: as above.
         fragments: number of parts of the parameters, which synchronise one after another.
         delay: steps between a fragment's departure and its use.
-        alpha: share of a replica's own parameters in what it continues from.
-        rate, beta: of the outer Nesterov momentum.
+        alpha: share of a replica's own parameters in the parameters from which it continues.
+        rate, beta: learning rate and momentum of the outer Nesterov optimizer.
         message: "int8" sends differences as blocks of int8.
     """
     return Outer.of(

@@ -67,7 +67,7 @@ def form(name: str, form: str) -> dict[str, str]:
         name: a pattern over modules and nodes, "*.self_attn".
         form: "gathered", "ring", "ring zigzag", "ulysses" or "ulysses ring" of attention, "2d",
             "2.5d" or "3d" of linears and matrix products, "dispatch direct" of mixtures, or another
-            that an operator has; "plain" for the operator as it is.
+            form of an operator; "plain" for the operator without a form.
     """
     return {name: f"by {form}"}
 

@@ -29,7 +29,7 @@ from typing import Any
 import tomlkit
 
 from autopar.errors import PlanError, PlanMismatchError
-from autopar.files.checked_values import Fields, Number, Row, Text, Whole
+from autopar.files.checked_values import Fields, Integer, Number, Row, Text
 from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
@@ -59,13 +59,14 @@ class Plan:
         mesh: all devices.
         stages: in execution order; exactly one, unless the plan is a pipeline.
         microbatches: number of microbatches in a step.
-        schedule: of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is not one.
+        schedule: schedule of a pipeline, with its options: "interleaved_1f1b chunks=2"; "" if it is
+            not one.
         predicted: figures of the whole step; without a pipeline, those of its stage.
         model: the model as the command line named it.
         outer: how replicas along independent axes synchronise; None without any. Stages then run
             on the mesh of one replica, and say so; ranks are those of the first replica.
         changes: what differs from training on one device then, as a sentence.
-        version: of the file that it was read from; ignored in comparisons.
+        version: version of the file that it was read from; ignored in comparisons.
     """
 
     graph: str
@@ -206,7 +207,7 @@ class Plan:
     @classmethod
     def from_table(cls, table: Mapping[str, Any], where: str = "") -> Plan:
         """Builds a plan from the entries of a file; raises PlanError naming a malformed one."""
-        version = Fields(table, PlanError, "the plan", where).take("version", Whole())
+        version = Fields(table, PlanError, "the plan", where).take("version", Integer())
         if version not in (1, VERSION):
             raise PlanError(
                 f"the plan has version {version}",
@@ -217,8 +218,8 @@ class Plan:
         fields = Fields(
             _upgraded(table, where) if version == 1 else table, PlanError, "the plan", where
         )
-        fields.take("version", Whole())
-        microbatches = fields.take("microbatches", Whole(1, 2**31), 1)
+        fields.take("version", Integer())
+        microbatches = fields.take("microbatches", Integer(1, 2**31), 1)
         schedule = fields.take("schedule", Text(1000), "")
         within = f"{where}, " if where else ""
         stages = tuple(
@@ -330,8 +331,8 @@ def _upgraded_stage(entry: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     state = memory.take("state", Number(0, 1e6), 2.0)
     memory.end()
     step = Fields(entry.get("step", {}), PlanError, "the plan", where, "step.")
-    microbatches = step.take("microbatches", Whole(1, 2**31, rounded=True), 1)
-    bucket = step.take("bucket", Whole(0, 2**50, rounded=True), 1)
+    microbatches = step.take("microbatches", Integer(1, 2**31, rounded=True), 1)
+    bucket = step.take("bucket", Integer(0, 2**50, rounded=True), 1)
     step.end()
     limited = {} if limit is None else {"limit": limit}
     return {**kept, **limited, "state_bytes": state, "bucket": bucket}, microbatches

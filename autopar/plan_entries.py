@@ -7,19 +7,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.files.checked_values import FLAG, Check, Fields, Number, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Check, Fields, Integer, Number, Table, Text
 from autopar.ir.tensor import Layout
 
 Shaped = tuple[tuple[int, ...], Layout]
 
-_SIZE = Whole(1, 2**31)
+_SIZE = Integer(1, 2**31)
 
 
 @dataclass(frozen=True)
 class NodePlan:
     """The layouts of one node's operands and results, each with its global shape, and its form.
 
-    `form` is the name of its implementation; "" for the operator as it is.
+    `form` is the name of its implementation; "" for the operator without a form.
     """
 
     operands: tuple[Shaped, ...]
@@ -70,7 +70,7 @@ class Fused:
         """Parses an entry of a plan file; raises PlanError naming what is wrong."""
         saved = Number(-1e30)
         checks: dict[str, Check] = {
-            "count": Whole(), "first": Text(), "nbytes": saved, "seconds": saved
+            "count": Integer(), "first": Text(), "nbytes": saved, "seconds": saved
         }  # fmt: skip
         return cls(**_entries(name, table, {name: (check, ...) for name, check in checks.items()}))
 
@@ -80,21 +80,21 @@ class Prediction:
     """Predicted seconds of a step and bytes of a device; 0 for figures that are not predicted.
 
     Attributes:
-        step_seconds: of the whole step.
+        step_seconds: seconds of the whole step.
         peak_bytes: peak memory of a device.
         bubble: fraction of a pipeline's step in which devices are idle.
-        compute_seconds: of operators.
-        exchange_seconds: of communication inside operators.
-        parameter_seconds: of gathering parameters and synchronising gradients.
-        reshard_seconds: of resharding activations.
-        parameter_bytes: of parameters, gradients and optimizer state.
-        activation_bytes: of activations saved for the backward.
-        hidden_seconds: of communication that overlaps with kernels; the step is the sum of the
-            other seconds less these.
-        host_seconds: of copies to and from host memory.
-        update_seconds: of the optimizer's kernels.
+        compute_seconds: seconds of operators.
+        exchange_seconds: seconds of communication inside operators.
+        parameter_seconds: seconds of gathering parameters and synchronising gradients.
+        reshard_seconds: seconds of resharding activations.
+        parameter_bytes: bytes of parameters, gradients and optimizer state.
+        activation_bytes: bytes of activations saved for the backward.
+        hidden_seconds: seconds of communication that overlaps with kernels; the step is the sum of
+            the other seconds less these.
+        host_seconds: seconds of copies to and from host memory.
+        update_seconds: seconds of the optimizer's kernels.
         waiting_seconds: in which a device waits for its host to issue kernels.
-        host_bytes: of host memory for each device.
+        host_bytes: bytes of host memory for each device.
     """
 
     step_seconds: float = 0.0
@@ -164,8 +164,8 @@ class SolverReport:
         nodes: number of nodes of the problem.
         left: number of nodes that reductions left; None if none ran.
         gap: proven relative gap to the optimum.
-        seconds: of the search.
-        ended: what ended it: "proof", "work" or "time"; only time depends on the machine.
+        seconds: seconds of the search.
+        ended: the reason for its end: "proof", "work" or "time"; only time depends on the machine.
     """
 
     name: str = ""
@@ -184,14 +184,14 @@ class SolverReport:
     def from_table(cls, table: Any) -> SolverReport:
         """Parses the entry `solver` of a plan file; raises PlanError naming what is wrong."""
         checks: dict[str, tuple[Check, Any]] = {
-            "name": (Text(), ""), "nodes": (Whole(), 0), "left": (Whole(), None),
+            "name": (Text(), ""), "nodes": (Integer(), 0), "left": (Integer(), None),
             "gap": (Number(), 0.0), "seconds": (Number(), 0.0), "ended": (Text(), ""),
         }  # fmt: skip
         return cls(**_entries("solver", table, checks))
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """Options of the search that a plan's layouts do not show.
 
     Attributes:
@@ -218,7 +218,7 @@ class Asked:
         return {k: v for k, v in vars(self).items() if v != getattr(UNASKED, k)}
 
     @classmethod
-    def from_table(cls, table: Any) -> Asked:
+    def from_table(cls, table: Any) -> SearchOptions:
         """Parses the entry `asked` of a plan file; raises PlanError naming what is wrong."""
         texts = ("recompute", "offload", "solver", "unknown_ops", "batches", "execution")
         checks: dict[str, tuple[Check, Any]] = {
@@ -233,7 +233,7 @@ class Asked:
         return cls(**entries)
 
 
-UNASKED = Asked()
+UNASKED = SearchOptions()
 UNPREDICTED = Prediction()
 UNNAMED = ModelSpec()
 UNSEARCHED = SolverReport()

@@ -19,7 +19,7 @@ import tomlkit
 from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.files.checked_values import FLAG, Fields, Number, Or, Row, Table, Text, Whole
+from autopar.files.checked_values import FLAG, AnyOf, Fields, Integer, Number, Row, Table, Text
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.graph import Node
@@ -28,15 +28,15 @@ from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Hop, Storage
-from autopar.ir.update import ADAMW, Kept, Update, owner_hops, states_of
+from autopar.ir.update import ADAMW, LocalState, Update, owner_hops, states_of
 from autopar.plan_entries import (
     UNASKED,
     UNPREDICTED,
     UNSEARCHED,
-    Asked,
     Fused,
     NodePlan,
     Prediction,
+    SearchOptions,
     SolverReport,
     fused_entries,
     node_plans,
@@ -55,7 +55,7 @@ class StagePlan:
         starts: the first global rank of each copy of the stage, whose ranks are consecutive.
             Schedules with one copy of the model have one.
         predicted: figures of the stage's step; in a pipeline, of one microbatch, with its share of
-            what a step does once.
+            the work that a step does once.
         replicated: operators without a sharding rule, which run whole on every device, with their
             predicted seconds.
         pins: layouts that the user fixed, by name; `autopar plan --from` plans again with them. A
@@ -101,7 +101,7 @@ class StagePlan:
     precision: Precision = AS_IS
     collectives: ChosenAlgorithms = LIBRARY_ONLY
     late_loss: bool = False
-    asked: Asked = UNASKED
+    asked: SearchOptions = UNASKED
     solver: SolverReport = field(default=UNSEARCHED, compare=False)
     calibration: str = field(default="", compare=False)
 
@@ -128,7 +128,7 @@ class StagePlan:
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
-        """Every collective of a parameter in a step, those by which it reaches an owner included.
+        """Returns every collective of a parameter in a step, including those to and from an owner.
 
         Args:
             leaf: the parameter.
@@ -143,7 +143,7 @@ class StagePlan:
         before = tuple(hop for hop in hops if hop.when != "update")
         return (*before, *owner_hops(rule, storage, own, self.mesh), *hops[len(before) :])
 
-    def states(self, leaf: Node, storage: Storage) -> tuple[Kept, ...]:
+    def states(self, leaf: Node, storage: Storage) -> tuple[LocalState, ...]:
         """Returns the states that a device keeps of a parameter; none if it is not trained.
 
         Args:
@@ -243,7 +243,7 @@ class StagePlan:
             mesh=fields.take("mesh", mesh_of),
             nodes=fields.take("layouts", node_plans),
             end=fields.take("end", Text(), ""),
-            starts=fields.take("ranks", Row(Whole(0, 2**20)), (0,)),
+            starts=fields.take("ranks", Row(Integer(0, 2**20)), (0,)),
             predicted=fields.take("predicted", Prediction.from_table, UNPREDICTED),
             replicated=fields.take("replicated", Table(Number()), {}),
             pins=fields.take("pins", Table(Text()), {}),
@@ -252,14 +252,14 @@ class StagePlan:
             recompute=fields.take("recompute", _recompute, {}),
             offload=fields.take("offload", Offload.from_table, NOTHING),
             microbatches=microbatches,
-            bucket=fields.take("bucket", Whole(0, 2**50), 1),
+            bucket=fields.take("bucket", Integer(0, 2**50), 1),
             state=fields.take("state", Text(), ""),
             fuse=fields.take("fuse", Row(Text(known=switches()), unique=True), ()),
             fused=fields.take("fused", fused_entries, {}),
             precision=fields.take("precision", _precision, AS_IS),
             collectives=fields.take("collectives", _collectives, LIBRARY_ONLY),
             late_loss=fields.take("late_loss", FLAG, False),
-            asked=fields.take("asked", Asked.from_table, UNASKED),
+            asked=fields.take("asked", SearchOptions.from_table, UNASKED),
             solver=fields.take("solver", SolverReport.from_table, UNSEARCHED),
             calibration=fields.take("calibration", Text(), ""),
         )
@@ -284,12 +284,12 @@ def mesh_of(text: Any) -> Mesh:
 
 
 def _update_of(fields: Fields) -> Update:
-    """Read the entry `update`, or `state_bytes`, which older files have in its place."""
+    """Reads the entry `update`, or `state_bytes`, which older files have instead."""
     before = fields.take("state_bytes", Number(0, 1e6), None)
     texts = fields.take("update", Row(Text(100_000)), None)
     if texts is not None:
         return Update.parse(texts)
-    asked = fields.take("asked", Table(Or((Text(), FLAG))), {})
+    asked = fields.take("asked", Table(AnyOf((Text(), FLAG))), {})
     return Update.of_bytes(2.0 if before is None else before, asked.get("elementwise") is False)
 
 

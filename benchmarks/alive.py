@@ -55,7 +55,7 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What the operator gives."""
+        """Returns the operator's result, and counts the live bytes."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result) if self._read else result):
             if isinstance(leaf, Tensor):

@@ -36,7 +36,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import THOROUGH
 from autopar.planning.pipelines.borders import Borders
 from autopar.planning.pipelines.layered import Layered
-from autopar.planning.pipelines.search import play, search
+from autopar.planning.pipelines.search import search, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.trace import Trace
@@ -173,7 +173,7 @@ def published(case: Published, memory: float) -> tuple[Pipeline, float] | None:
         first = last + 1
     pipeline = Pipeline("1f1b", count, tuple(stages), math.nan, math.nan, math.nan)
     transfer = Borders(layered(count), case.mesh, Options()).between(count)
-    return pipeline, play(pipeline, transfer)[0]
+    return pipeline, simulate_pipeline(pipeline, transfer)[0]
 
 
 def _stage(part: SubMesh, first: int, last: int, way: Candidate, kept: float) -> Stage:

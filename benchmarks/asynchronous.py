@@ -163,7 +163,7 @@ def time_schedules(
     seconds: float,
     hops: list[float],
 ) -> None:
-    """Writes seconds of a step of every schedule beside the simulator's promise.
+    """Writes measured and simulated seconds of a step of every schedule.
 
     Args:
         folder: for the rows.
@@ -278,7 +278,7 @@ def picture(rows: list[dict[str, str]], file: Path) -> None:
             axes.fill_between(at, seeds.min(axis=0), seeds.max(axis=0), color=colour, alpha=0.15)
         axes.set_title(f"{data}, {optimizer} at {RATES[data, optimizer]:g}")
         axes.set_yscale("log")
-        axes.set_ylim(top=1.2 * top)  # what diverges leaves the picture
+        axes.set_ylim(top=1.2 * top)  # diverging runs leave the picture
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
         axes.yaxis.set_minor_formatter("{x:g}")
@@ -312,7 +312,7 @@ def table() -> str:
 
 
 def timed(part: str) -> str:
-    """The table of measured and promised seconds of a part, with its speed beside that of 1F1B."""
+    """Returns the table of measured and simulated seconds of a part, and of speeds over 1F1B."""
     rows = read(f"asynchronous_{part}")
     exact = next(float(row["ms"]) for row in rows if row["schedule"] == "1f1b")
     heads = ["schedule", "a step", "steps/s", "of 1f1b", "simulated", "measured / simulated"]
@@ -328,7 +328,7 @@ def timed(part: str) -> str:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Runs the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=["convergence", "throughput"])
     parser.add_argument("--table", action="store_true")

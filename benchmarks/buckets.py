@@ -4,8 +4,8 @@ Two ranks on each of two emulated hosts have gradients that ZeRO-1 and ZeRO-2 sp
 dense layers over all ranks, of experts over their replicas, which lie on different hosts. They go
 as reduces of pieces that end where a tensor or an owner's part ends, as in DeepSpeed before
 multi-rank bucketing; packed into one all_reduce, as there after it; and packed into one
-reduce_scatter, as here. Prices play the same calls over the links that the run measures. Rows go to
-results/buckets.csv. Needs root, ip and tc.
+reduce_scatter, as here. Prices simulate the same calls over the links that the run measures. Rows
+go to results/buckets.csv. Needs root, ip and tc.
 
     python -m benchmarks.buckets --rate 1gbit
     python -m benchmarks.buckets --rate 100mbit
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.cost.algorithms import Level
-from autopar.cost.programs.play import flow_of, play
+from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.group import Group
@@ -70,15 +70,19 @@ def calls(group: Group, size: int) -> dict[str, Callable[[], object]]:
 
 
 def prices(levels: list[Level], size: int) -> dict[str, float]:
-    """Seconds of the three, played: a reduce is a broadcast down a tree, run backwards."""
+    """Simulated seconds of the three; a reduce is a broadcast down a tree, run backwards."""
     shape = tuple(level.size for level in levels)
     ranks, whole = levels[0].size * (levels[1].size if len(levels) > 1 else 1), 4 * TENSORS * size
     tree = flow_of("broadcast", "binomial_tree", shape)
-    many = sum(play(tree, levels, 4 * length).seconds for _, _, length in pieces(size, ranks))
+    many = sum(
+        simulate_messages(tree, levels, 4 * length).seconds for _, _, length in pieces(size, ranks)
+    )
     return {
         "a reduce for each piece": many,
-        "one all_reduce": play(flow_of("all_reduce", "flat_ring", shape), levels, whole).seconds,
-        "one reduce_scatter": play(
+        "one all_reduce": simulate_messages(
+            flow_of("all_reduce", "flat_ring", shape), levels, whole
+        ).seconds,
+        "one reduce_scatter": simulate_messages(
             flow_of("reduce_scatter", "flat_ring", shape), levels, whole
         ).seconds,
     }

@@ -177,7 +177,7 @@ def calibrated(file: Path) -> Calibration:
 
 
 def middle_of(parts: list[Calibration]) -> Calibration:
-    """A calibration of the same problems, each with the median of what it took."""
+    """Returns a calibration of the same problems, each with the median of its times."""
     return replace(
         parts[0],
         products=tuple(middle_point([part.products for part in parts])),
@@ -208,7 +208,7 @@ def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def verdict(found: list[dict[str, Any]], by: str) -> tuple[float, float]:
-    """Rank correlation of a prediction with what was measured, and the median relative error."""
+    """Returns rank correlation and median relative error of predicted and measured times."""
     told = np.array([[row["measured"], row[by]] for row in found]).T
     ranks = np.argsort(np.argsort(told, axis=1), axis=1)
     return float(np.corrcoef(ranks[0], ranks[1]).flat[1]), float(

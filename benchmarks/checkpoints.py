@@ -84,7 +84,7 @@ def as_dtensors(width: int) -> dict[str, Tensor]:
 
 
 def rounds(folder: str, width: int) -> dict[str, list[tuple[float, float]]]:
-    """What each of the things took in each round."""
+    """Returns the seconds and bytes of each operation in each round."""
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
     root = Path(folder)
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 It runs on four ranks of one host, on two hosts of two and on four hosts of one, which are network
 namespaces joined by links of a given rate. First, the time of a message inside a host and between
-hosts is measured, which prices that are played use, and all algorithms are compared as by `autopar
+hosts is measured, which simulated prices use, and all algorithms are compared as by `autopar
 calibrate --collectives`, from which `collectives="auto"` chooses. Then all are measured again, and
 the choice with them. Rows go to results/collectives.csv. More than one host needs root, ip and tc.
 
@@ -16,8 +16,9 @@ the choice with them. Rows go to results/collectives.csv. More than one host nee
     python -m benchmarks.collectives --picture
 
 The columns say which algorithm is chosen, how much longer it takes than the fastest, how much
-faster it is than gloo's call, by measured times and by played prices, and which one is the cheapest
-by played prices. The price of gloo's call is that of the program which it runs (`GLOO`).
+faster it is than gloo's call, by measured times and by simulated prices, and which one is the
+cheapest by simulated prices. The price of gloo's call is that of the program which it runs
+(`GLOO`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
-from autopar.cost.programs.play import flow_of, play
+from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
@@ -72,7 +73,7 @@ GLOO = {
     "reduce_scatter": ("all_reduce", "flat_ring"),
     "all_to_all": ("all_to_all", "direct"),
 }
-LARGE = 1 << 20  # bytes of the smaller of two messages that tell a bandwidth
+LARGE = 1 << 20  # bytes of the smaller of two messages that determine a bandwidth
 
 
 def seconds(call: Callable[[], object], runs: int, times: int = 1) -> float:
@@ -142,15 +143,15 @@ def adding_seconds(runs: int) -> float:
     return seconds(lambda: x.add_(y), runs) / x.nbytes
 
 
-def played(levels: Sequence[Level], kind: str, by: str, nbytes: int, adding: float) -> float:
-    """Seconds of an algorithm, or of gloo's call, played over the network as messages find it."""
+def simulated(levels: Sequence[Level], kind: str, by: str, nbytes: int, adding: float) -> float:
+    """Seconds of an algorithm, or of gloo's call, simulated over the network."""
     shape = tuple(level.size for level in levels)
     if by == LIBRARY:
         flow = flow_of(*GLOO[kind], (math.prod(shape),))
     else:
         way = Algorithm.parse(by)
         flow = flow_of(kind, way.name, shape, way.pieces)
-    return play(flow, levels, nbytes, adding).seconds
+    return simulate_messages(flow, levels, nbytes, adding).seconds
 
 
 def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -167,7 +168,7 @@ def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     comm, rows = Communicator(mesh), []
     for kind, nbytes in itertools.product(KINDS, options.bytes):
         said = {c.by: c.time.seconds for c in compared if (c.kind, c.nbytes) == (kind, nbytes)}
-        prices = {by: played(levels, kind, by, nbytes, adding) for by in said}
+        prices = {by: simulated(levels, kind, by, nbytes, adding) for by in said}
         best = chosen.by(kind, axes, nbytes) or LIBRARY
         x = torch.zeros(nbytes // 4)
         runs = {by: prepared(comm.group(axes, by), kind, x) for by in said}
@@ -227,7 +228,7 @@ def measured(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """For each call the chosen algorithm, beside gloo's own and the fastest."""
+    """Prints for each call the chosen algorithm, gloo's own and the fastest."""
     chosen = [row for row in rows if row["chosen"]]
     for row in chosen:
         alike = [other for other in rows if all(other[key] == row[key] for key in CALL)]

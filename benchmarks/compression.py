@@ -1,4 +1,4 @@
-"""Measures convergence with compressed gradients, beside torch's own PowerSGD hook.
+"""Measures convergence with compressed gradients, and with torch's own PowerSGD hook.
 
 `python -m benchmarks.compression` trains a small network on scikit-learn's digits, on two gloo
 processes with a half of every batch each: by plain DistributedDataParallel, by it with its hook

@@ -1,4 +1,4 @@
-"""Context parallelism beside torch's: `python benchmarks/context_parallel.py [--ranks N]`.
+"""Compares context parallelism with torch's: `python benchmarks/context_parallel.py [--ranks N]`.
 
 Causal attention of a sequence that gloo ranks of this machine split, forwards and backwards, by a
 form and by torch.distributed.tensor.experimental, whose ring takes any kernel; on CPUs that is
@@ -143,7 +143,7 @@ def on_rank(count: int, length: int, dtype: torch.dtype, rounds: int) -> dict[st
 
 
 class _Written(TorchDispatchMode):
-    """Counts the bytes that operators write, apart from attention and communication."""
+    """Counts the bytes that operators write, except for attention and communication."""
 
     OTHERS = ("c10d", "attention", "empty", "view")
     nbytes: int = 0
@@ -158,7 +158,7 @@ class _Written(TorchDispatchMode):
 
 
 def written_by(call: Call) -> float:
-    """Mebibytes that a call writes beside its kernels of attention and collectives."""
+    """Returns the mebibytes that a call writes outside its attention kernels and collectives."""
     count = _Written()  # type: ignore[no-untyped-call]
     with count:
         call()
@@ -166,7 +166,7 @@ def written_by(call: Call) -> float:
 
 
 def row(form: str, made: dict[str, Any], known: tuple[Tensor, ...]) -> dict[str, Any]:
-    """One form beside torch's: seconds, their ratio and errors."""
+    """Compares one form with torch's: seconds, their ratio and errors."""
 
     def error(by: str) -> float:
         found = made["results"][form, by]

@@ -361,7 +361,7 @@ def _dots(rows: list[Row], colour: str) -> Iterator[str]:
 
 
 def _place(x: float, y: float) -> tuple[float, float]:
-    """Pixels of two logarithms; what lies outside stands at the edge."""
+    """Pixels of two logarithms; points outside are drawn at the edge."""
     right, up = (min(max(value / DECADES + 0.5, 0.0), 1.0) for value in (x, y))
     return MARGIN + SIZE * right, MARGIN + SIZE * (1 - up)
 

@@ -147,7 +147,7 @@ class Bench:
         )
 
     def _predicted(self, name: str) -> Prediction:
-        """What the cost model says of a baseline's plan."""
+        """Returns the cost model's figures of a baseline's plan."""
         if name not in WORDS or (name == "tp+fsdp2" and len(self.mesh.axes) < 2):
             return UNPREDICTED
 
@@ -213,7 +213,7 @@ class Bench:
         return float((6 * parameters + attention) * self.batch["input_ids"].numel())
 
     def row(self, runner: Runner, ours: Runner, flops: float) -> dict[str, Any]:
-        """What the CSV holds of a program."""
+        """Returns the CSV row of a program."""
         given, seconds = self.given, sorted(runner.seconds)
         step = middle(seconds)
         dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[

@@ -51,7 +51,7 @@ def leaf(graph: Graph, name: str) -> Node:
 
 
 def options_of(way: str, graph: Graph, options: Options) -> Options:
-    """Returns the options under which experts lie in one of `WAYS`."""
+    """Returns the options that place experts in one of `WAYS`."""
     if way == "chosen":
         return options
     node = next(n for n in graph.folded if n.op == MIXTURE)

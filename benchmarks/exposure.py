@@ -33,7 +33,7 @@ def exposed(file: Path) -> float:
 
 
 def union(spans: Spans) -> Spans:
-    """The same in order, those that touch as one."""
+    """Returns the spans in order, with adjacent spans merged."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -44,7 +44,7 @@ def union(spans: Spans) -> Spans:
 
 
 def without(spans: Spans, holes: Spans) -> Spans:
-    """What of one union of spans lies outside of another."""
+    """Returns the part of one union of spans that is outside another."""
     found = []
     for start, end in spans:
         at = start

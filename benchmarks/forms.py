@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class Linears(nn.Module):
-    """Two linears and what lies between them."""
+    """Two linears and the operators between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_pipeline
 from autopar.planning.pipelines.borders import Borders
-from autopar.planning.pipelines.search import Searched, play
+from autopar.planning.pipelines.search import SearchResult, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.workers import Workers
 from autopar.zoo.loading import depth
@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Played:
-    """A plan of the grid that fits into memory, with what it takes by simulation."""
+    """A plan of the grid that fits into memory, with its simulated time."""
 
     point: Point
     pipeline: Pipeline
@@ -210,7 +210,7 @@ class Grid:
         if len(self.found) == KEPT and busy + once >= self.found[-1].seconds:
             return True
         pipeline = Pipeline(name, count, tuple(stages), math.inf, 0.0, busy)
-        seconds, timeline = play(pipeline, self.borders.between(self.batch))
+        seconds, timeline = simulate_pipeline(pipeline, self.borders.between(self.batch))
         one = Played(point, pipeline, seconds, timeline.bubble, recompute)
         self.found = sorted([*self.found, one], key=lambda one: one.seconds)[:KEPT]
         return True
@@ -250,7 +250,7 @@ def _stage(
 
 
 def _processor() -> float:
-    """Seconds of processors, of this process and of those that it has ended."""
+    """Returns the processor seconds of this process and of its ended child processes."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -262,7 +262,7 @@ def rows(case: Case) -> list[dict[str, Any]]:
     options = replace(grid.options, recompute="auto")
     model = OnMicrobatches(grid.model(options), case.batch, grid.mesh, options)
     with Workers() as workers:
-        ours: Searched = find_pipeline(model, grid.memory, lambda text: None, workers)
+        ours: SearchResult = find_pipeline(model, grid.memory, lambda text: None, workers)
     seconds, busy = time.perf_counter() - began, _processor() - busy
     best = ours.pipeline
     ways = [chunk.candidate for stage in best.stages for chunk in stage.chunks]

@@ -40,7 +40,7 @@ def _commit() -> str:
 
 
 def _processor() -> str:
-    """The processor's name as Linux tells it."""
+    """Returns the processor's name, as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -48,7 +48,7 @@ def _add(host: Host) -> None:
 
 
 def _limit(namespace: str, interface: str, rate: str) -> None:
-    """Limits what an interface sends to `rate`, a number and a unit: "100mbit", "1gbit"."""
+    """Limits the rate of an interface to `rate`, a number and a unit: "100mbit", "1gbit"."""
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     bits = float(rate[:-4]) * units[rate[-4:]]
     # Fast links have jumbo frames: the machine would be busy with smaller ones.

@@ -24,7 +24,7 @@ from benchmarks.harness import write
 
 def verdicts(counts: Counter[tuple[str, str]]) -> Iterator[dict[str, Any]]:
     """The rows; `counts` has the number of each (place, status)."""
-    from tests.judges.in_place import PLACES, judge, overloads
+    from tests.oracles.in_place import PLACES, judge, overloads
 
     for operator in overloads():
         for place in PLACES:

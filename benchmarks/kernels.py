@@ -78,7 +78,7 @@ def dry_run() -> None:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measures the kernels that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a small model, on the CPU")
     parser.add_argument("--only", choices=("kernels", "model"), help="one half of it")

@@ -1,4 +1,4 @@
-"""Replicas that train apart: how they converge, how fast they are on slow networks, and Muon.
+"""Replicas that train independently: convergence, speed on slow networks, and Muon.
 
 `python benchmarks/local_updates.py convergence` trains a small network on digits and on characters
 of Python's help pages as four replicas, by every outer method and number of local steps, with SGD

@@ -55,7 +55,7 @@ def attention_of(plan: StagePlan, graph: Graph) -> str:
 
 
 def row(length: int, nodes: int) -> dict[str, Any]:
-    """One row: what is chosen, its memory and speed."""
+    """One row: the chosen plan, its memory and speed."""
     mesh = Mesh.parse(f"H100: node={nodes}, gpu=8" if nodes > 1 else "H100: gpu=8")
     began = time.perf_counter()
     options = Options()

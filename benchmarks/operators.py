@@ -1,4 +1,4 @@
-"""Counts operators with rules and judges the rules: `python -m benchmarks.operators`.
+"""Counts operators with rules and tests the rules: `python -m benchmarks.operators`.
 
 Every rule is proved on its examples; torch's own samples of its operators (OpInfo) are captured and
 run sharded; DTensor's splits are compared with the rules'. There is one CSV for each, with one row
@@ -27,7 +27,7 @@ from autopar.intra_op.rules import families, rules
 from benchmarks.harness import RESULTS, write
 
 Row = dict[str, Any]
-# Of what DTensor allows and a rule does not; see tests/judges/dtensor.py.
+# Reasons for splits that DTensor allows and a rule does not; see tests/oracles/dtensor.py.
 KINDS = ("sum", "mean", "other", "strided", "split", "wrong")
 NAMES = ("coverage_rules", "coverage_opinfo", "coverage_dtensor")
 
@@ -48,7 +48,7 @@ def proved() -> Iterator[Row]:
 
 def sampled() -> Iterator[Row]:
     """Judges torch's samples of every operator, on 2 and on 4 devices."""
-    from tests.judges.opinfo import judge, operators
+    from tests.oracles.opinfo import judge, operators
 
     for name, op in sorted(operators().items()):
         verdict = judge(op)
@@ -64,7 +64,7 @@ def sampled() -> Iterator[Row]:
 
 def compared() -> Iterator[Row]:
     """Compares DTensor's splits with those of every rule's examples, on two devices."""
-    from tests.judges.dtensor import OURS, compare, fake_mesh
+    from tests.oracles.dtensor import OURS, compare, fake_mesh
 
     with fake_mesh() as mesh:
         for op, rule in sorted(rules().items()):
@@ -141,12 +141,12 @@ def _sum(rows: Sequence[Mapping[str, str]], column: str) -> int:
 
 
 def main() -> None:
-    """Runs the judges, writes their CSVs and prints the table."""
+    """Runs the tests, writes their CSVs and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the table of the last run")
     if not parser.parse_args().table:
         logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")  # samples try what is deprecated, too
+        warnings.simplefilter("ignore")  # some samples use deprecated features
         torch.set_num_threads(1)  # the tensors are tiny
         for name, rows in zip(NAMES, (proved, sampled, compared), strict=True):
             print(f"wrote {write(name, _with_progress(rows()))}", flush=True)

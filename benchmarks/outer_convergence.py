@@ -45,8 +45,8 @@ METHODS = {
     "co2, clip 0.01": "co2 over data, tau={}, clip=0.01",
     "diloco": "diloco over data, tau={}",
 }
-# Settings of CO2, beside methods with default ones: what it compares an average with, and how far
-# the anchor goes.
+# Settings of CO2; the other methods have their defaults: what it compares an average with, and how
+# far the anchor goes.
 SETTINGS = {
     "local": "local over data, tau={}",
     "overlap": "overlap over data, tau={}",
@@ -114,7 +114,7 @@ class Peers:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
 
-    def all_reduce_beside(self, flat: Tensor) -> Peers:
+    def all_reduce_async(self, flat: Tensor) -> Peers:
         """Replaces every replica's part by the sum; a report, equal on all, by its multiple."""
         sizes = [tensor.numel() for tensor in self._tensors]
         if flat.numel() != sum(sizes):

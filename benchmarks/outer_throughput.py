@@ -108,7 +108,7 @@ def compared(methods: Sequence[str], seconds: float, repeats: int) -> list[dict[
 
     A machine's speed drifts. Therefore replicas that never synchronise run before and after every
     run of a method, and a ratio is that to the mean of these two. A method's row is the one with
-    the median ratio of all repeats; the smallest and the largest ratio stand beside it.
+    the median ratio of all repeats; the row also contains the smallest and the largest ratio.
     """
     alone = [timed(ALONE, seconds)]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}

@@ -99,7 +99,7 @@ def planned(kind: str, schedule: str) -> Plan:
     )  # fmt: skip
 
 
-class Theirs:
+class TorchSchedules:
     """torch's runtime on this rank."""
 
     def __init__(self, model: Whole, schedule: str) -> None:
@@ -143,7 +143,7 @@ def lasting(function: Callable[..., Any], seconds: Callable[..., float]) -> Call
 
 
 @contextmanager
-def waiting(theirs: Theirs, stages: int) -> Iterator[None]:
+def waiting(theirs: TorchSchedules, stages: int) -> Iterator[None]:
     """Inside, all actions of both runtimes take fixed times."""
     part = SECONDS * RANKS / stages
     halves = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
@@ -179,7 +179,7 @@ def run_rank(
         torch.manual_seed(0)
         model, batch = Whole(KINDS[kind], len(plan.stages)), batch_of(KINDS[kind])
         ours = autopar.compile(model, MESH, plan=plan, optimizer=optimizer, example_inputs=batch)
-        theirs = Theirs(model, schedule)
+        theirs = TorchSchedules(model, schedule)
         held = waiting(theirs, len(plan.stages)) if kind == "timed" else nullcontext()
         with held:
             found = alternate(
@@ -272,7 +272,7 @@ def rows(
 def row_of(
     kind: str, schedule: str, losses: list[float], found: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """What a schedule's steps come to."""
+    """Returns the CSV row of a schedule's steps."""
     ratios = sorted(ours / theirs for ours, theirs in found)
     quarter = len(ratios) // 4
     return {

@@ -2,7 +2,7 @@
 
 The graphs are those of Mirhoseini et al. (2017) in outline: branches that join again (Inception),
 layers unrolled over time (NMT), and two towers. Devices are four GPUs and a slow processor. Seconds
-are those of the play, in milliseconds. Writes results/placement.csv, placement_curve.csv and
+are simulated, in milliseconds. Writes results/placement.csv, placement_curve.csv and
 docs/images/placement.svg, the learning curves of ColocRL beside the other methods.
 """
 
@@ -90,7 +90,7 @@ def nmt(layers: int = 4, steps: int = 8) -> PlacementProblem:
 
 
 def towers(length: int = 12) -> PlacementProblem:
-    """Two towers of unlike work that meet in a product."""
+    """Returns two towers of unequal work that a product joins."""
     graph = Drawing("two towers")
     ends = []
     for name, cost in (("image", 2.0), ("text", 1.4)):

@@ -1,7 +1,7 @@
 """Solves autopar's own strategy problems: `python benchmarks/problems.py`.
 
 Every model is captured once, in a process of its own, and its problem is built and solved on every
-mesh, without a memory limit and with one that rules out the cheapest plan. That limit lies three
+mesh, without a memory limit and with one that rules out the cheapest plan. That limit is three
 tenths of the way from the least memory of a plan of the optimal cost to the least memory of all
 choices. Rows contain the size of the problem, what the reductions left, cost, bound, gap and
 seconds. For models of eight equal blocks, the cost is compared with that of the unfolded graph,

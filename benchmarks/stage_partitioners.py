@@ -46,7 +46,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import QUICK, THOROUGH, OnMicrobatches
 from autopar.planning.pipelines.borders import Borders
 from autopar.planning.pipelines.layered import runs
-from autopar.planning.pipelines.search import play, search
+from autopar.planning.pipelines.search import search, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.prices import limits_of
 from benchmarks.harness import write
@@ -117,7 +117,7 @@ class Bench:
             way = min(fits, key=lambda way: count * way.seconds + way.once)
             stages.append(_stage(part, first, last, way, kept))
         pipeline = Pipeline("1f1b", count, tuple(stages), math.inf, 0.0, 0.0)
-        return play(pipeline, self.borders.between(self.fewest))[0]
+        return simulate_pipeline(pipeline, self.borders.between(self.fewest))[0]
 
     @cached_property
     def weights(self) -> list[list[float]]:

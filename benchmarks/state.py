@@ -163,7 +163,7 @@ def _gone() -> Tensor:
 
 
 def row(bench: Bench, ours: Runner, other: Runner, published: str = "") -> dict[str, Any]:
-    """What the CSV holds of a pair; the ratio is of their steps, and inverse to a speed-up."""
+    """Returns the CSV row of a pair; the ratio is of their steps, and inverse to a speed-up."""
     given = bench.given
     ratios = sorted(a / b for a, b in zip(ours.seconds, other.seconds, strict=True))
     apart = [abs(a - b) / abs(b) for a, b in zip(ours.losses, other.losses, strict=True)]

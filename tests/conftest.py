@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add what some tests are told on the command line."""
+    """Adds the command-line options of some tests."""
     parser.addoption(
         "--update-golden", action="store_true", help="write the sources of tests/golden anew"
     )

@@ -40,8 +40,8 @@ MANY_PARAMETERS = {
     "autopar.inter_op.dynamic_program:sums": _COMPILED,
     "autopar.inter_op.dynamic_program:trace": _COMPILED,
     "autopar.inter_op.partition:partition": _PLANNING,
-    "autopar.inter_op.straight:_Program.__init__": _PLANNING,
-    "autopar.operators.across:Across.mixture": _OPERATOR,
+    "autopar.inter_op.single_chunk:_Program.__init__": _PLANNING,
+    "autopar.operators.sharded_operators:ShardedOperators.mixture": _OPERATOR,
     "autopar.planning.pipelines.search:search": _PLANNING,
     "autopar.planning.pipelines.stages:plan_stages": _PLANNING,
 }
@@ -60,12 +60,12 @@ SAME_NAMES = {
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
     "autopar.capture.dtypes.autocast": "asks autocast what it casts",
-    "autopar.capture.carried": _TRACES,
+    "autopar.capture.autograd_functions": _TRACES,
     "autopar.capture.composite": _TRACES,
     "autopar.capture.decompose": _TRACES,
     "autopar.capture.joint": _TRACES,
     "autopar.capture.lowering": "names the type of torch's operators",
-    "autopar.operators.across": "asserts on the device, which torch has no public function for",
+    "autopar.operators.sharded_operators": "asserts on the device; torch has no public function",
     "autopar.operators.assume": _TRACES,
     "autopar.operators.interpret": _TRACES,
     "autopar.runtime.recompute": "sees the operators that a block runs",

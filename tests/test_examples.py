@@ -1,4 +1,4 @@
-"""The examples beside their DDP originals: few lines differ, and the losses are the same."""
+"""Compares the examples with their DDP originals: few lines differ, and the losses are the same."""
 
 from __future__ import annotations
 

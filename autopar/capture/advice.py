@@ -15,7 +15,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _HIGHER = os.path.join(_TORCH, "_higher_order_ops")
 _VALUES = "values are not known when a model is captured"
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
-# Functions of torch that need what a trace does not have.
+# torch functions that need something which a trace does not provide, such as values.
 _BY_FUNCTION = {
     **dict.fromkeys(
         ("numpy", "__array__"),

@@ -60,7 +60,7 @@ class State:
             if not type(module).__module__.startswith("torch.")
         }
         self._held = {key: _Held.of(value) for key, value in self._attributes()}
-        # A library may install hooks in the first call, and remember it in an attribute.
+        # A library may install hooks in the first call, and record that in an attribute.
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS)
         self._hooks = [(table, dict(table)) for table in tables]
         self._random = random.getstate(), np.random.get_state()
@@ -75,8 +75,8 @@ class State:
         """Returns the names of tensors, other than buffers, that the call has replaced.
 
         Raises:
-            CaptureError: the call has changed a number or a container, or drawn random numbers that
-                are not torch's.
+            CaptureError: the call has changed a number or a container, or drawn random numbers from
+                another generator than torch's.
         """
         names = set()
         for (path, name), value in self._attributes():

@@ -21,10 +21,10 @@ from autopar.capture.flat_model import FlatModel, loss_parameters
 from autopar.capture.generation.cached_call import CACHES, CachedCall, frozen
 from autopar.capture.generation.extended_caches import extend_caches
 from autopar.capture.lowering import Lowering
+from autopar.capture.nonpersistent_buffers import computed
 from autopar.capture.structure import Inputs, Structure
-from autopar.capture.unsaved import computed
 from autopar.capture.watch import innermost, refuse_hooks
-from autopar.capture.wrapped import refuse_wrapped
+from autopar.capture.wrapped_models import refuse_wrapped
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.precision import AS_IS, Precision
@@ -65,17 +65,17 @@ def capture(
     """Captures the model's forward on a batch like `model(*args, **kwargs)`.
 
     The loss is the returned scalar, `output.loss`, `output["loss"]` or a tuple's first floating
-    scalar. With a loss_fn it is `loss_fn(output, ...)`, called with those arguments of the batch
-    that its parameters name (all, if it takes **keywords); arguments that the model does not take
-    go to it alone.
+    scalar. With a loss_fn it is `loss_fn(output, ...)`, called with the arguments of the batch that
+    its parameters name (with all arguments, if it takes **keywords). Arguments that the model does
+    not take are passed to the loss_fn only.
 
     Nothing is computed: only shapes, dtypes and constants of the batch are used. Results of the
-    model other than tensors (caches) are dropped. If `known` operators are given, any other is
-    decomposed into those by which torch defines it, if it is. With a `precision` the model is
-    traced as if its parameters had the computing dtype; floating tensors of the batch are cast to
-    it for the model, but not for the loss_fn. Losses are float32, unless the precision is pure.
-    With `caches`, the traced call is `caches(model, *args, **kwargs)`, in evaluation, without
-    gradients and without the loss_fn.
+    model other than tensors (caches) are dropped. If `known` operators are given, other operators
+    are decomposed where torch defines them by operators that are known. With a `precision`, the
+    model is traced as if its parameters had the compute dtype; floating tensors of the batch are
+    cast to it for the model, but not for the loss_fn. Losses are float32, unless the precision is
+    pure. With `caches`, the traced call is `caches(model, *args, **kwargs)`, in evaluation mode,
+    without gradients and without the loss_fn.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation cannot be part of a
@@ -141,12 +141,12 @@ _LOST_CONSTANT = "fake tensor in the exported program constant"
 def _export(wrapper: FlatModel, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """Returns the traced wrapper; raises CaptureError at the user's line if it cannot be traced."""
     collects = gc.isenabled()
-    gc.disable()  # what a collected program does with tensors would be traced, too
+    gc.disable()  # destructors of collected programs may call operators, which would be traced
     try:
         try:
             return torch.export.export(wrapper, examples, strict=False)
         except RuntimeError as error:
-            # On a busy machine one trace in thousands loses a constant; the next one does not.
+            # On a busy machine, one trace in thousands loses a constant; a second trace does not.
             if _LOST_CONSTANT not in str(error):
                 raise
             return torch.export.export(wrapper, examples, strict=False)
@@ -213,7 +213,7 @@ def _place_leaves(
         lowering: the graph being written.
         program: the exported wrapper.
         wrapper: the module that was exported.
-        names: every name of a parameter or buffer -> the name that its leaf gets.
+        names: every name of a parameter or buffer -> the name of its leaf.
     """
     tensors, inputs = _tensors(wrapper.model), iter(wrapper.inputs.names)
     buffers: dict[str, Tensor] = {}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-# The only way to trace at the level of torch.export, above autograd; the public function traces
-# below it, where nothing is left to differentiate.
+# The only way to trace above autograd, as torch.export does; the public function traces below
+# autograd, where operators have no gradients.
 from torch.fx.experimental.proxy_tensor import make_fx
 
 _IMPLICIT = "CompositeImplicitAutograd"
@@ -42,8 +42,8 @@ def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:
 
     Args:
         node: the traced operator.
-        flows: for each of these inputs, whether a gradient flows through it; some operators have
-            other parts without gradients.
+        flows: for each of these inputs, whether a gradient flows through it; some operators
+            decompose differently without gradients.
     """
     target: Any = node.target
     inputs = node.all_input_nodes

@@ -1,8 +1,7 @@
 """Decomposes unknown operators by torch's table of decompositions.
 
-torch defines many operators by others, for backends that lack a kernel. If all of those are known,
-they replace the operator and can be split, which the operator itself could not be. Besides
-`capture`, the only file that traces with private functions of torch.
+For backends that lack a kernel, torch defines many operators by others. If all of these are known,
+they replace the operator: they can be split, while an unknown operator runs whole on every device.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
         known: names of operators that stay.
 
     Returns:
-        A graph of the same outputs, up to rounding. An operator stays whole if torch has no
-        decomposition of it, if that has an unknown operator, or if it draws random numbers. The
-        parts have the operator's source.
+        A graph with the same outputs, up to rounding. An operator is kept if torch has no
+        decomposition of it, if its decomposition contains an unknown operator, or if it draws
+        random numbers. The parts have the operator's source.
     """
     unknown = [node for node in graph.nodes if _is_candidate(node, known)]
     if not unknown:
@@ -60,7 +59,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
         if parts is None:
             return None
         results[node.name] = list(_place(node, editor, *parts))
-        # An operator with several results now has no readers and is dropped.
+        # An operator with several results has no readers any more and is dropped.
         return results[node.name][0] if len(node.types) == 1 else None
 
     return rewrite(graph, lower)

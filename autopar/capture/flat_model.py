@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from autopar.capture.attributes import State, changed
-from autopar.capture.carried import CarriedFunction, carried
+from autopar.capture.autograd_functions import TracedFunction, functions_as_operators
 from autopar.capture.dtypes.full_losses import losses_in_float32
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.stand_ins.flex import flex_traced
@@ -37,13 +37,13 @@ def loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Param
 
 
 @dataclass
-class _Seen:
+class _TracedResults:
     """Results and side effects of one traced call.
 
     Attributes:
-        output, labels, loss: structure of the output, names of its tensors, and which is the loss.
-        assigned: buffers that were set, self.n = self.n + 1.
-        replaced: other tensors of modules that were set.
+        output, labels, loss: structure of the output, names of its tensors, name of the loss.
+        assigned: buffers that the call assigned, as in `self.n = self.n + 1`.
+        replaced: other tensors of modules that the call assigned.
     """
 
     output: Structure
@@ -80,7 +80,7 @@ class FlatModel(nn.Module):
         self.for_loss = {parameter.name for parameter in parameters}
         self.all_for_loss = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
-        self.seen = _Seen(Structure(None))
+        self.seen = _TracedResults(Structure(None))
         self.watch = Watch()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +88,12 @@ class FlatModel(nn.Module):
         batch = dict(zip(self.inputs.names, tensors, strict=True))
         state, buffers = State(self.model), _Buffers(self.model)
         try:
-            with self.watch, carried(), flex_traced(), losses_in_float32(self.narrow):
+            with (
+                self.watch,
+                functions_as_operators(),
+                flex_traced(),
+                losses_in_float32(self.narrow),
+            ):
                 named = self._call(batch)
             assigned = buffers.assigned()
             self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()
@@ -114,7 +119,7 @@ class FlatModel(nn.Module):
         output = Structure.of(value, root, constants=False)
         named = output.flatten(value)
         if self.loss_fn is not None:
-            # A loss of the model itself is not the one to differentiate.
+            # The loss to differentiate is that of the loss_fn, not the model's own.
             if "loss" in named:
                 output = Structure.of(value, "output", constants=False)
                 named = output.flatten(value)
@@ -128,7 +133,7 @@ class FlatModel(nn.Module):
 
 
 class _Buffers:
-    """A model's buffers before a call, which may set some: self.n = self.n + 1."""
+    """A model's buffers before a call, which may assign some, as in `self.n = self.n + 1`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.held: dict[str, tuple[nn.Module, str, Tensor]] = {}
@@ -141,7 +146,7 @@ class _Buffers:
         """Returns the new values of buffers by name, and restores the modules' own tensors.
 
         Raises:
-            CaptureError: a buffer was set to something of another type, or to another buffer.
+            CaptureError: a buffer was set to a value of another type, or to another buffer.
         """
         values: dict[str, Tensor] = {}
         for name, (module, key, buffer) in self.held.items():
@@ -158,16 +163,16 @@ class _Buffers:
         return values
 
 
-# Functions that torch creates for operators of other libraries (kept) and for branches (refused by
-# name elsewhere), and those that represent the user's.
-_KEPT = ("GeneratedBackwardFor", "CondAutogradOp", CarriedFunction.__name__)
+# autograd.Functions that torch creates for operators of other libraries (which are kept) and for
+# branches (which are refused elsewhere, by name), and the one that represents the user's Functions.
+_KEPT = ("GeneratedBackwardFor", "CondAutogradOp", TracedFunction.__name__)
 _FUNCTIONS = {"BackwardHookFunction": "remove the backward hooks of modules"}
 
 
 def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
-    """Raises CaptureError if a torch.autograd.Function that is not carried leads to an output.
+    """Raises CaptureError if an output depends on a torch.autograd.Function that was not replaced.
 
-    A trace keeps only its forward, so its own backward would be lost.
+    A trace contains only the forward of such a Function, so its backward would be lost.
     """
     waiting = [output.grad_fn for output in outputs]
     met = set()

@@ -1,8 +1,8 @@
 """Replaces in-place writes of a traced program by new values, which are put back through views.
 
 Nearly all of torch's in-place operators have a functional variant, which takes the same arguments
-and returns the written value. It is found by comparing schemas, so that an operator needs no line
-here; one without a functional variant is refused.
+and returns the written value. It is found by comparing schemas, so this file needs no list of
+operators. An operator without a functional variant raises CaptureError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.traced import tensors_of
+from autopar.capture.traced_nodes import tensors_of
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Ref
 
@@ -26,7 +26,7 @@ _RESHAPES = re.compile(
 )
 _PIECES = re.compile(r"aten\.(unsafe_)?(split|split_with_sizes|chunk|tensor_split|unbind)\b")
 _TRANSPOSES = re.compile(r"aten\.(transpose|t|swapaxes|swapdims|mT|numpy_T)_?\b")
-# These write into running statistics without saying so in their schemas.
+# These write into running statistics, which their schemas do not show.
 _NORMS = ("aten.batch_norm.default", "aten.native_batch_norm.default")
 NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _RUNNING = (3, 4)  # indices of a norm's arguments, and of its twin's results
@@ -68,7 +68,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def is_composed(node: fx.Node) -> bool:
-    """Returns whether a traced operator writes through the operators that torch composes it of."""
+    """Returns whether a traced operator is composite and writes through one of its parts."""
     tracks = str(node.target) == "aten.instance_norm.default" and node.args[5] is True
     return tracks and any(node.args[at] is not None for at in _RUNNING)
 
@@ -77,8 +77,8 @@ def functional(node: fx.Node) -> Functional:
     """Returns the functional variant of a traced operator that writes.
 
     Raises:
-        CaptureError: torch has no operator that returns the written value, or it would give a
-            tensor another shape.
+        CaptureError: torch has no operator that returns the written value, or the write would
+            change the shape of a tensor.
     """
     if str(node.target) in _NORMS:
         return _norm(node)
@@ -138,7 +138,7 @@ def _is_alias(result: Any) -> bool:
 
 
 def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
-    """Returns the functional variant, and the mapping of its argument names to the other's."""
+    """Returns the functional variant, and a mapping of its argument names to the operator's."""
     schema = target._schema
     own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     results = sum(not _is_alias(r) for r in schema.returns)
@@ -155,7 +155,7 @@ def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
 
 
 def _candidates(target: Any) -> Iterator[Any]:
-    """Yields operators that may be the twin: those with its name, its own overload first."""
+    """Yields possible functional variants: operators of the same name, the same overload first."""
     packet = target.overloadpacket
     name, library = packet.__name__, getattr(torch.ops, target.namespace)
     plain = re.sub(r"^__i(\w+)__$", r"__\1__", name)  # __iand__
@@ -171,7 +171,7 @@ def _candidates(target: Any) -> Iterator[Any]:
 def _arguments(
     target: Any, twin: Any, names: dict[str, str], given: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of the twin: those given, and defaults that it lacks."""
+    """Returns the arguments of the functional variant, with defaults that it does not have."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def _has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
 
 
 def _is_unseen(node: fx.Node, flows: Callable[[fx.Node], bool]) -> bool:
-    """Returns whether autograd misses a write: what is written keeps the gradient that it had."""
+    """Returns whether autograd ignores a write, so that the written tensor keeps its gradient."""
 
     def flowing(item: fx.Node) -> Any:
         value = item.meta["val"]
@@ -246,7 +246,8 @@ def view_name(node: fx.Node, leaf: str) -> str:
     """Returns the view that is equivalent to a change of shape: `unsqueeze` for `unsqueeze_`.
 
     Raises:
-        CaptureError: it does more than that, or the tensor is the `leaf` and outlives the forward.
+        CaptureError: the operator is no such view, or the tensor is the `leaf`, which outlives the
+            forward.
     """
     twin = _twin(node.target)
     if twin is None or not any(map(_is_alias, twin[0]._schema.returns)):
@@ -315,7 +316,7 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
 
 
 def _put_back_piece(view: fx.Node, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
-    """Does the same for one of the pieces of a split tensor."""
+    """Returns the same as `put_back` for a view that is one of the pieces of a split tensor."""
     whole, index = view.args
     assert isinstance(whole, fx.Node)
     assert isinstance(index, int)

@@ -27,8 +27,8 @@ def joint(
     Args:
         node: an operator that torch differentiates.
         types: types of its operands.
-        wants: for each operand, whether it takes a gradient.
-        known: operators that stay; others are decomposed where torch defines them.
+        wants: for each operand, whether its gradient is needed.
+        known: operators that are kept; others are decomposed where torch defines them by others.
     """
     numbers = dict(enumerate(node.inputs))
     flows: list[bool] = []

@@ -1,4 +1,4 @@
-"""Calls that a captured model would lose, and why."""
+"""Calls whose effects a captured model would lose, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Lowers the operators of a traced torch.fx graph to nodes of a Graph, undoing in-place writes.
 
-A traced program may write into tensors that other tensors are views of. A Graph has values only, so
-a write creates a new value, which is put back into the tensors that the written one is a view of
-(`y[0].fill_(1)` is select, fill, select_scatter); every other tensor that shares their storage is
-recomputed when it is next read. The same holds for a write into a buffer, which outlives the step:
-reads before it get the buffer, reads after it the new value, and one `autopar.write` gives the
-buffer's value at the end of the step. A node that reads a buffer gets its value before the forward.
+A traced program may write into tensors of which other tensors are views. A Graph contains values
+only, so a write creates a new value, and this value is put back into the tensors of which the
+written tensor is a view (`y[0].fill_(1)` becomes select, fill, select_scatter). Every other tensor
+that shares their storage is recomputed when it is read next. The same holds for a write into a
+buffer, which outlives the step: earlier reads get the buffer, later reads the new value, and one
+`autopar.write` gives the buffer's value at the end of the step. In a graph, a node that reads a
+buffer gets its value before the forward.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch._ops import OpOverload
 from autopar.capture import composite
 from autopar.capture import in_place as writes
 from autopar.capture.advice import unsupported
-from autopar.capture.carried import call_of, is_carried
+from autopar.capture.autograd_functions import call_of, is_function_call
 from autopar.capture.dtypes.autocast import Autocast
 from autopar.capture.node_writer import Call, Draft
-from autopar.capture.traced import dtype_of, source_of, tensors_of
+from autopar.capture.traced_nodes import dtype_of, source_of, tensors_of
 from autopar.capture.watch import taken_out
 from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir.graph import WRITE, Arg, Name, Node, Ref
@@ -44,8 +45,8 @@ class Lowering(Draft):
     """Writes nodes, leaves first, in the order of their traced nodes.
 
     Args:
-        known: operators that stay. Others are decomposed if torch defines them by other operators;
-            None decomposes nothing.
+        known: operators that are kept. Others are decomposed if torch defines them by other
+            operators; None decomposes nothing.
     """
 
     def __init__(self, known: Container[str] | None = None) -> None:
@@ -56,7 +57,7 @@ class Lowering(Draft):
         # The current value of a traced node, and whether it is computed with gradients enabled.
         self._values: dict[fx.Node, Ref] = {}
         self._with_grad: dict[fx.Node, bool] = {}
-        # A traced node that is the very same tensor as another; the results of a region.
+        # Traced nodes that are the same tensor object as another node; the results of a region.
         self._autocast: Autocast | None = None  # of the region that is being inlined
         self._same: dict[fx.Node, fx.Node] = {}
         self._regions: dict[fx.Node, Sequence[fx.Node | Ref]] = {}
@@ -121,13 +122,13 @@ class Lowering(Draft):
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
         elif not tensors_of(value):
-            return  # A check, or a number; `read` refuses it if anything depends on it.
+            return  # A check, or a number; `read` raises an error if anything depends on it.
         elif op == "aten.lift_fresh_copy.default" and first is not None:
             self._set(node, self.read(first))
             # The trace shares the constant's storage; the model has a copy in every call.
             self._sharing[first.meta["val"].untyped_storage()].pop(first)
         elif op == "aten.dropout.default" and first is not None and not all(node.args[1:3]):
-            # With p = 0 or training off, the model gets the same tensor back; the trace has a copy.
+            # With p = 0 or outside training, dropout returns its operand; the trace has a copy.
             self._same[node] = first
             shared = self._sharing[first.meta["val"].untyped_storage()]
             self._sharing[value.untyped_storage()] = shared
@@ -258,7 +259,7 @@ class Lowering(Draft):
             self._same[node] = self._same.get(result, result)
 
     def _overwrite(self, node: fx.Node, written: fx.Node, value: Ref, grad: bool) -> None:
-        """Gives a tensor a new value, and updates everything that shares its storage."""
+        """Gives a tensor a new value, and updates all tensors that share its storage."""
         chain = self._owners(node, written)
         leaf = self._leaves.get(chain[-1])
         trained = leaf is not None and leaf.op == "param" and leaf.requires_grad
@@ -305,7 +306,7 @@ class Lowering(Draft):
             if before is None or before not in sharing:
                 break
             first = before
-            if isinstance(first.meta["val"], Tensor):  # otherwise an operator with several results
+            if isinstance(first.meta["val"], Tensor):  # otherwise it has several results
                 chain.append(first)
         owner = next(member for member in sharing if isinstance(member.meta["val"], Tensor))
         if chain[-1] is not owner:
@@ -319,7 +320,7 @@ class Lowering(Draft):
         """Writes the final values of buffers, each once, directly after its value.
 
         Args:
-            assigned: buffers that are set to another tensor, `self.n = self.n + 1`.
+            assigned: buffers that are set to another tensor, as in `self.n = self.n + 1`.
 
         Raises:
             CaptureError: such a tensor is also another buffer or a parameter.
@@ -333,7 +334,7 @@ class Lowering(Draft):
             source = self._dirty[name][1] if name in self._dirty else tensor
             new = self.detach(source, self.read(tensor))
             self.add(source, f"{name}_write", WRITE, (Ref(name), new), value=tensor.meta["val"])
-            # A parameter that only forwards change is a buffer for the program.
+            # A parameter that only the forward changes is a buffer of the program.
             self.by_name[name] = replace(self.by_name[name], op="buffer")
         self.move_forward(size)
 
@@ -358,7 +359,7 @@ class Lowering(Draft):
         self, target: Any, given: Sequence[Any], keywords: Mapping[str, Any], grad: bool
     ) -> Call:
         op = "getitem" if target is operator.getitem else str(target)
-        if is_carried(op):
+        if is_function_call(op):
             op, given = call_of(*given)
         op = op.removesuffix(".default")
         if op == "aten.to.device":

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.traced import drawn_along, source_of, tensors_of, type_of
+from autopar.capture.traced_nodes import drawn_along, source_of, tensors_of, type_of
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.operators.interpret import DTYPE_NAMES
 
-# These use only the type of their second operand, into which no gradient flows; or, with one
-# operand, of that.
+# These use only the type of their second operand, or of their only one; no gradient flows into it.
 _LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
 _MADE = re.compile(
     r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b|aten\.(zero|fill\.Scalar)$"
@@ -58,7 +57,7 @@ class Draft:
         grad: bool = False,
         value: Any = None,
     ) -> Ref:
-        """Adds a node with the source of the traced `node`, typed like it or like `value`."""
+        """Adds a node with the source of the traced `node`, and the type of `value` or `node`."""
         name = re.sub(r"\W", "_", name, flags=re.ASCII)
         stem = f"v_{name}" if keyword.iskeyword(name) or not name.isidentifier() else name
         name, count = stem, 0
@@ -76,9 +75,9 @@ class Draft:
         return Ref(name)
 
     def result(self, node: fx.Node, name: str, call: Call, grad: bool, value: Any) -> Ref:
-        """Adds the result of an operator; random numbers follow dimension order, not memory.
+        """Adds the result of an operator; random numbers are drawn in the order of dimensions.
 
-        The memory order of a shard depends on earlier communication.
+        They are not drawn in memory order, which for a shard depends on earlier communication.
         """
         add, (op, args, kwargs) = partial(self.add, node, grad=grad), call
         if not (order := drawn_along(node, op)):
@@ -114,7 +113,7 @@ class Draft:
         return source
 
     def move_forward(self, start: int) -> None:
-        """Moves every node from `start` on to directly after the last value that it reads."""
+        """Moves every node from index `start` on directly behind the last value that it reads."""
         ordered = self.nodes[:start]
         behind: dict[str, list[str]] = {}
         for node in self.nodes[start:]:

@@ -95,7 +95,7 @@ class Structure:
         return tensors
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
-        """Returns the container with `values`, by name, in the places of its tensors."""
+        """Returns the container with its tensors replaced by `values`, by name."""
         if self.kind is Tensor:
             return values[self.name]
         if self.kind is None:
@@ -157,7 +157,7 @@ class Inputs:
     def rebuild(
         self, values: Mapping[str, Any], without: Collection[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns positional and keyword arguments as first passed, with `values` as tensors.
+        """Returns the arguments as in the first call, with `values` as their tensors.
 
         Arguments named in `without` are left out.
         """

@@ -1,4 +1,4 @@
-"""Makes torch's Python functions transparent, for a mode that follows the calls inside them."""
+"""Makes torch's Python functions transparent for a mode that observes the calls inside them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_v
 
 @functools.cache
 def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns a function of torch that does not hand itself to a mode; None if it cannot be made.
+    """Returns a copy of a torch function that does not dispatch to a mode; None if it never does.
 
-    `torch.nn.functional.gaussian_nll_loss`, for one, first asks whether a mode is on, hands itself
-    to the mode as a whole, and the mode does not see that it raises where a variance is negative.
-    The function returned is the same code, which is told that no mode is on.
+    A function such as `torch.nn.functional.gaussian_nll_loss` first checks for an active mode and
+    passes itself to it as a whole. The mode then does not observe that the function raises an error
+    for a negative variance. The returned function has the same code, in which this check is false.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in _MODULES:
         return None
@@ -32,5 +32,5 @@ def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _never(*_: object) -> bool:
-    """Says that no operand and no mode takes a call over."""
+    """Returns False: neither an operand nor a mode overrides the call."""
     return False

@@ -1,8 +1,9 @@
-"""Refuses, at the user's line, calls of torch that a trace would lose.
+"""Raises CaptureError at the user's line for torch calls whose effect a trace would lose.
 
-A trace has the operators of one call of the model. A hook, a print or a gradient computed inside
-leave no trace, or only a constant; see `attributes.py` for changes of the model itself. This file
-does not know torch.export; `capture` uses it while it traces the model.
+A trace consists of the operators of one call of the model. It does not contain hooks, prints, or
+gradients that are computed inside, or it contains only a constant in their place. Changes of the
+model itself are detected by `attributes.py`. This file does not use torch.export; `capture` uses
+it while it traces the model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
 from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
-from autopar.capture.traced import BY_MASK
+from autopar.capture.traced_nodes import BY_MASK
 from autopar.errors import CaptureError
 from autopar.operators.assume import assumed
 
@@ -87,7 +88,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         failed: the name of the function that raised the last error.
-        opaque: the user's last line with something that may not be traceable, such as `x.data`.
+        opaque: the user's last line with an operation that may not be traceable, such as `x.data`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`autopar devices`: lists devices and what their kernels were fitted to; fits a new one."""
+"""`autopar devices`: lists devices and the data of their kernel tables; fits a new device."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _row(dims: Dims, chosen: StagePlan, cls: int, name: str) -> Row:
         for axes in _splits(chosen, node.name, places) if node.op != "param" else ():
             split[axes] += times[node.name]
     apart: Counter[str] = Counter()
-    for item in dims.apart:
+    for item in dims.unsplit:
         if item.cls == cls:
             apart[f"{item.op} {item.why}"] += times[item.node]
     numbers = (counts["param"], counts["value"], counts["inside"])

@@ -84,7 +84,7 @@ def conclusions(records: dict[int, Record], diagnosis: Diagnosis) -> list[str]:
 
     Args:
         records: by rank.
-        diagnosis: of these records.
+        diagnosis: diagnosis of these records.
     """
     lines = []
     if diagnosis.missing:

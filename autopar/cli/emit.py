@@ -1,4 +1,4 @@
-"""`autopar emit`: writes the program of a plan, alone or with what it needs to run."""
+"""`autopar emit`: writes the program of a plan, alone or with all files that it needs to run."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _Batch(click.ParamType[int | Path]):
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Files to write beside a program.
+class _ExtraFiles:
+    """Files to write into a program's folder.
 
     Attributes:
         weights, batch: files; None for none.
@@ -143,7 +143,7 @@ def command(
         progress("emit")
         compiled = Compiled.of(captured, plan, asked.options, Trace(None))
         files = compiled.files(Training(torch.optim.AdamW))
-        tensors = _Wanted(weights, given, random).tensors(asked, captured)
+        tensors = _ExtraFiles(weights, given, random).tensors(asked, captured)
     with writing(output):
         folder.write(output, files, tensors)
     program = output / "program.py"
@@ -157,7 +157,7 @@ def command(
 
 
 def _next(written: dict[str, dict[str, Tensor]], staged: bool) -> str:
-    """Returns what is still to be put beside a program."""
+    """Returns a sentence on the files that a program's folder still lacks."""
     names = {
         "weights.safetensors": "parameters() of the stages" if staged else "its parameters()",
         "batch.safetensors": "INPUTS",

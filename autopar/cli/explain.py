@@ -236,12 +236,12 @@ def explained(
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
     if repeated is not None:
         kernels[1] /= repeated.microbatches
-    sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
+    sent = zip(*(builder.overlapped_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + offload_seconds / 2 for side in sent), strict=True)
-    hidden = turned + sum(saved(computed, beside, slowdown) for computed, beside in pairs)
+    hidden = turned + sum(saved(computed, other, slowdown) for computed, other in pairs)
     program = lower(graph.trained, chosen, price.collective)
-    beside_linears = linears(program, graph, chosen, rules, price).values()
-    hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
+    overlaps = linears(program, graph, chosen, rules, price).values()
+    hidden += sum(entry.seconds for entry in overlaps) / chosen.microbatches
     if not is_trained(graph):
         peak = None
     elif peak is None:
@@ -273,7 +273,7 @@ def _inside(listed: Iterable[Move]) -> Mapping[str, float]:
 
 
 def _assumptions(plan: StagePlan) -> Assumptions:
-    """Returns how a plan's model is trained, without optimizer states, which are listed apart."""
+    """Returns how a plan's model is trained, without its optimizer states (listed separately)."""
     return Assumptions(
         update=NO_STATES,
         slowdown=slowdown_of(plan.mesh, Execution.read(plan.asked.execution)),

@@ -11,10 +11,10 @@ from autopar.cost.uncertainty import step_error
 from autopar.inter_op.stage_values import Pipeline, Stage
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
-from autopar.planning.pipelines.search import Searched
+from autopar.planning.pipelines.search import SearchResult
 
 
-def render(searched: Searched, plan: Plan) -> list[RenderableType]:
+def render(searched: SearchResult, plan: Plan) -> list[RenderableType]:
     """Renders the stages and the runners-up.
 
     Args:
@@ -73,7 +73,7 @@ def _sequence(plan: Plan) -> str:
 
 
 def _alike(one: Stage) -> tuple[str, ...]:
-    """Returns what equal stages have in common: one row shows all that follow one another."""
+    """Returns the cells that equal stages share; one row shows consecutive equal stages."""
     return str(one.submesh), _mesh(one), format_seconds(one.seconds), format_bytes(one.memory)
 
 
@@ -92,7 +92,7 @@ def _row(one: Pipeline) -> tuple[str, str, str]:
     return one.schedule, str(one.microbatches), str(len(one.stages))
 
 
-def to_json(searched: Searched, plan: Plan) -> dict[str, object]:
+def to_json(searched: SearchResult, plan: Plan) -> dict[str, object]:
     """Returns the content of `render` as a dictionary for JSON."""
     best = searched.pipeline
     return {

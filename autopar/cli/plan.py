@@ -264,7 +264,7 @@ def command(
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
     mesh, batch = replica(devices, way, batch, global_batch)
     if way is not None:
-        options = replace(options, update=method(way).beside(ADAMW, way.goes_on))
+        options = replace(options, update=method(way).added_to(ADAMW, way.goes_on))
     staged = options.searches_stages or options.is_pipeline
     check_prices(mesh, options, staged)  # refuses bad options before a model is traced
     spec = ModelSpec(model, batch, seq, layers)
@@ -327,7 +327,7 @@ def _save(plan: Plan, model: str, output: Path | None) -> None:
 
 
 def _print(best: StagePlan, explanation: Explanation, head: str, rounds: Rounds | None) -> None:
-    """Prints what was planned, the plan's summary and parameters, and what the solver did."""
+    """Prints a heading, the plan's summary and parameters, and the solver's report."""
     say(head)
     print_out(render_summary(explanation), "", render_parameters(explanation))
     print_out(*render_fused(best.fused))

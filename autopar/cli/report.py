@@ -12,10 +12,10 @@ import click
 
 from autopar.cli.common.console import FILE, Stages, say, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
-from autopar.cli.common.open_plan import Opened, PlanFile
+from autopar.cli.common.open_plan import CheckedPlan, PlanFile
 from autopar.cli.common.open_plan import Stage as Opening
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.cli.common.replan import Answer, Case, next_best
+from autopar.cli.common.replan import Alternative, Case, next_best
 from autopar.cli.explain import explained
 from autopar.cli.simulate import simulated
 from autopar.cost.device import device
@@ -80,7 +80,7 @@ def command(
     known = table(own_rules(rule_files))
     asked = PlanFile(file, model, ModelSpec("", **sizes), known, calibration)
     with stages(quiet=False) as progress:
-        about = _About(asked, asked.open(progress), progress)
+        about = _PlanPage(asked, asked.open(progress), progress)
         parts = [*about.layouts(), *about.step(), *about.roofline()]
         parts += [] if quick else [*about.frontier(), *about.why_not()]
         parts += [] if against is None else about.difference(Plan.load(against))
@@ -91,7 +91,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class _About:
+class _PlanPage:
     """Contents of the page about a plan.
 
     Attributes:
@@ -100,7 +100,7 @@ class _About:
     """
 
     asked: PlanFile
-    opened: Opened
+    opened: CheckedPlan
     progress: Callable[[str], None]
 
     @property
@@ -313,7 +313,7 @@ class _About:
         return [Part("difference", "Difference", text, chart, rows)]
 
 
-def _instead(answer: Answer) -> tuple[str, str, str]:
+def _instead(answer: Alternative) -> tuple[str, str, str]:
     """Returns the layouts of an alternative with its step and its memory, or why there is none."""
     if answer.missing:
         return answer.missing, "", ""

@@ -56,13 +56,13 @@ class _Seconds(click.ParamType[Times]):
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _PipelineOptions:
     """The pipeline to schedule.
 
     Attributes:
         ranks: number of places.
-        microbatches: in a step.
-        times: of forward, input backward and weight backward of a place's share of the model.
+        microbatches: number in a step.
+        times: times of forward, input backward and weight backward of a place's share of the model.
         transfer: time of a transfer between places.
     """
 
@@ -137,7 +137,7 @@ def command(
     autopar schedules 1f1b --stages 4 --microbatches 8
     autopar schedules zb_v --times 1,1,0.5 --transfer 0.1
     """
-    wanted = _Wanted(ranks, microbatches, times, transfer)
+    wanted = _PipelineOptions(ranks, microbatches, times, transfer)
     options = {"chunks": chunks, "extra": extra}
     given = {key: value for key, value in options.items() if value is not None}
     if name is None and (given or completed or trace_json is not None):
@@ -159,7 +159,7 @@ def command(
         _draw(chosen, timeline, wanted, rows)
 
 
-def _costs(built: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float]]:
+def _costs(built: Schedule, wanted: _PipelineOptions) -> tuple[list[StageCost], list[float]]:
     """Returns the costs of equal stages that add up to one model, and of transfers between them."""
     part = built.ranks / built.stages
     forward, backward, weight = (seconds * part for seconds in wanted.times)
@@ -167,12 +167,12 @@ def _costs(built: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[floa
     return [cost] * built.stages, [wanted.transfer] * (built.stages - 1)
 
 
-def _simulated(built: Schedule, wanted: _Wanted) -> Timeline:
+def _simulated(built: Schedule, wanted: _PipelineOptions) -> Timeline:
     """Simulates a schedule of equal stages."""
     return simulate(built, *_costs(built, wanted))
 
 
-def _figures(built: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, Any]:
+def _figures(built: Schedule, timeline: Timeline, wanted: _PipelineOptions) -> dict[str, Any]:
     """Returns the figures of a schedule in the list; without flushes, those of the steady state."""
     seconds, bubble, joined = timeline.seconds, timeline.bubble, timeline.joined_bubble
     if not built.flushes:
@@ -199,7 +199,7 @@ def _figures(built: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, 
 
 
 def _json(
-    built: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
+    built: Schedule, timeline: Timeline, wanted: _PipelineOptions, rows: Step | None
 ) -> dict[str, Any]:
     """Returns a schedule with its figures, rows and timeline for JSON."""
     return {
@@ -216,7 +216,7 @@ def _json(
     }
 
 
-def _list(wanted: _Wanted, as_json: bool) -> None:
+def _list(wanted: _PipelineOptions, as_json: bool) -> None:
     """Prints all schedules; one that these sizes rule out has the reason in place of figures."""
     tried = [(recipe, *_try(recipe, wanted)) for recipe in schedules().values()]
     if as_json:
@@ -270,7 +270,7 @@ def _ends(figures: list[int]) -> str:
     return str(figures[0]) if figures[0] == figures[-1] else f"{figures[0]}-{figures[-1]}"
 
 
-def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
+def _try(recipe: Recipe, wanted: _PipelineOptions) -> tuple[dict[str, Any] | None, str]:
     """Returns a schedule's figures and "", or None and the reason why it cannot be built."""
     try:
         built = recipe.build(wanted.ranks, wanted.microbatches)
@@ -279,7 +279,7 @@ def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
     return _figures(built, _simulated(built, wanted), wanted), ""
 
 
-def _draw(built: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> None:
+def _draw(built: Schedule, timeline: Timeline, wanted: _PipelineOptions, rows: Step | None) -> None:
     """Prints a heading, a line for each rank, and the legend."""
     console = Console()
     width = console.width if console.is_terminal else WIDTH

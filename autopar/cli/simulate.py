@@ -139,8 +139,8 @@ def utilisations(
     """Returns model and hardware FLOPs utilisation.
 
     Args:
-        timeline: of a simulated step.
-        graph, plan: of that step.
+        timeline: timeline of a simulated step.
+        graph, plan: graph and plan of that step.
         known: sharding rules by operator.
         chip: the device.
 

@@ -14,7 +14,7 @@ from autopar.cli.common.console import JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, shapes
 from autopar.cli.common.price_model import CALIBRATION
 from autopar.cli.common.replan import (
-    Answer,
+    Alternative,
     Case,
     by_form,
     instead,
@@ -131,7 +131,7 @@ def why_not(
     _print_difference(answer, everything)
 
 
-def _json(decision: Decision, answers: tuple[Answer, ...]) -> dict[str, Any]:
+def _json(decision: Decision, answers: tuple[Alternative, ...]) -> dict[str, Any]:
     return {**asdict(decision), "others": [asdict(answer) for answer in answers]}
 
 
@@ -149,7 +149,9 @@ def _title(decision: Decision) -> Text:
     return text.append(f"  {decision.op}  {decision.place}{node}", style="dim")
 
 
-def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everything: bool) -> None:
+def _print(
+    case: Case, decision: Decision, answers: tuple[Alternative, ...], everything: bool
+) -> None:
     """Prints a table of the alternatives, and the difference to the best of them."""
     print_out(_title(decision))
     rows = Table(box=None, pad_edge=False)
@@ -174,8 +176,8 @@ def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everythi
         _print_difference(answers[0], everything)
 
 
-def _print_forms(case: Case, decision: Decision, answers: dict[str, Answer]) -> None:
-    """Prints what a step would take with each other form, and with the one that is chosen."""
+def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]) -> None:
+    """Prints the time of a step with the chosen form and with each other form."""
     print_out(Text("Forms of ").append(_title(decision)))
     headings = ("form", "a step", "compute", "in operators", "resharding", "a device", "")
     rows = Table(box=None, pad_edge=False)
@@ -198,7 +200,7 @@ def _print_forms(case: Case, decision: Decision, answers: dict[str, Answer]) -> 
     print_out(rows, "")
 
 
-def _print_difference(answer: Answer, everything: bool) -> None:
+def _print_difference(answer: Alternative, everything: bool) -> None:
     """Prints everything that the alternative changes."""
     if answer.missing:
         print_out(Text(f"It does not fit. {answer.missing}", style="yellow"))

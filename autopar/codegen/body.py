@@ -16,11 +16,11 @@ from autopar.lower.lines import (
     LEAF,
     Assign,
     Call,
-    Cite,
     Compute,
     Joined,
     Line,
     Move,
+    SourceLine,
     Use,
 )
 from autopar.lower.literals import comment, names_text, quoted, shortened
@@ -75,7 +75,7 @@ class Body:
     def print(self, lines: Iterable[Line]) -> None:
         """Appends the Python for some lines."""
         for line in lines:
-            if isinstance(line, Cite):
+            if isinstance(line, SourceLine):
                 source = line.source
                 text = f"{source.file}:{source.line}  {source.text}"
                 self.lines.append(comment(shortened(text, WIDTH - 6)))
@@ -159,7 +159,7 @@ class Body:
         move, operators = line.move, line.operators
         note = self.printer.step_note(move.step, move.tensor)
         axis = f"axis={names_text(move.step.axes)}"
-        if not move.beside:
+        if not move.overlapped:
             ((operands, target),) = [(o.operands, o.target) for o in operators]
             read = ", ".join(map(self.read, operands))
             self._statement(f"{target} = mesh.rotary_all_to_all({read}, {axis})", note)
@@ -210,7 +210,7 @@ class Body:
         """Returns the call of a block that is recomputed in the backward.
 
         Raises:
-            ProgramError: what lies between the products of attention alone is recomputed.
+            ProgramError: only the operators between the products of attention are recomputed.
         """
         graph, keep = self.printer.graph, ""
         if how.kind == CORE:

@@ -1,9 +1,9 @@
 """Emits the source of a program in ordinary PyTorch for a graph and a plan.
 
 There is one function for each run of repeated blocks, which a loop calls, and `forward`, which
-calls them. Every value has its layout as a comment, every collective its size and predicted time in
-each direction, and above the lines stands the user's own line. The steps are those that the planner
-priced.
+calls them. A comment gives the layout of every value, the size and predicted time of every
+collective in each direction, and the user's source line above the lines. The steps are those that
+the planner priced.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     Args:
         node: an operator, localised.
         operands: variables of the values that it reads, in the order of `node.inputs`. The names
-            `torch`, `F`, `aten`, `kernels`, `functions` (the user's own) and `mesh` (which knows
-            the device) must be bound, too.
+            `torch`, `F`, `aten`, `kernels`, `functions` (the user's own) and `mesh` (with this
+            device's coordinates) must also be bound.
     """
     if draws_random_numbers(node) and not node.op.split(".")[1].endswith("_"):
         # Random numbers follow the order of memory, which a collective may have changed.

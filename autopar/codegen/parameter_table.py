@@ -19,7 +19,7 @@ def parameter_table(printer: Printer, function: Function) -> list[str]:
 
     Args:
         printer: graph, plan and prices.
-        function: of the block.
+        function: function of the block.
     """
     uses = [line for line in function if isinstance(line, Use)]
     notes = {line.target: printer.sent_note(line.leaf, line.storage) for line in uses}

@@ -31,7 +31,7 @@ def attention_seconds(
         table: the device's constants.
         gemm: m queries, n keys (half of them under a causal mask), k the widths of all products.
         rate: FLOP/s of the device's matrix units.
-        processors: how many blocks are computed at a time.
+        processors: number of blocks computed at a time.
         moving: seconds to move the operands at the whole bandwidth of memory.
         backward: whether it is the backward.
     """

@@ -34,7 +34,7 @@ import tomlkit
 from autopar.cost.collective_seconds import KINDS
 from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
-from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole, shown
+from autopar.files.checked_values import Fields, Integer, Number, Row, Table, Text, shown
 from autopar.files.kinds import Kind
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm
 from autopar.ir.mesh import Mesh
@@ -261,7 +261,7 @@ def _read(table: dict[str, Any], where: str) -> Calibration:
     kernels = fields.take("kernel", Table(Table(_curve)), {})
     calls = fields.take("collective", Table(Table(Row(_point(3)))), {})
     mesh, torch, date = (fields.take(name, Text()) for name in ("mesh", "torch", "date"))
-    fields.take("version", Whole())
+    fields.take("version", Integer())
     fields.end()
     return Calibration(
         Mesh.parse(mesh),

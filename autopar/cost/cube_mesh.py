@@ -19,7 +19,7 @@ def groups(strides: Sequence[tuple[int, int]], used: int) -> Iterator[tuple[int,
 
     Args:
         strides: (size inside the node, distance of neighbours) of each axis of the group.
-        used: how many devices of the node the mesh has.
+        used: number of devices of the node in the mesh.
     """
     offsets = [0]
     for size, stride in strides:
@@ -41,7 +41,7 @@ def rings(links: Matrix, group: tuple[int, ...]) -> int:
     Repeatedly takes the ring whose scarcest link has the most copies left, until none is left.
 
     Args:
-        links: how many links join each pair of devices.
+        links: number of links between each pair of devices.
         group: two or more devices.
     """
     left = {(a, b): links[a][b] for a in group for b in group if a != b}

@@ -78,7 +78,7 @@ class Products(Row):
         k_half: the start of a tile takes as long as this many more of its terms in 16 bits.
         k_latency: least seconds a term, however small the tile, in 16 bits.
         small_tile: how much more a tile of 64 x 64 loads, in units of its computing time / 2.
-        split: seconds that splitting k takes beside its bytes.
+        split: seconds of splitting k, in addition to the time of its bytes.
         memory, memory_small: shares of the memory bandwidth of large and of small transfers.
         memory_ramp: bytes at which half of the small share's loss is over.
         throttle: how much longer a long kernel computes, as clocks fall: 0.2 is a fifth.
@@ -124,7 +124,7 @@ class Attention(Row):
         start: a block of queries starts for as long as it takes for this many blocks of keys.
         block_latency: least seconds from one block of keys of width 128 to the next.
         memory: share of the memory bandwidth with which queries, keys and values are moved.
-        call: seconds of a call beside these.
+        call: seconds of a call in addition to these.
         backward: rate of the backward relative to the forward's.
     """
 
@@ -141,12 +141,12 @@ class Attention(Row):
 
 @dataclass(frozen=True)
 class Convolutions(Row):
-    """Constants of convolutions on one device, relative to the product that they stand for.
+    """Constants of convolutions on one device, relative to the equivalent matrix product.
 
     Attributes:
         forward, image, weight: computing rate of the forward and of the gradients.
         winograd: multiplications that Winograd's transforms save in f32: 2 is half of them.
-        forward_call, gradient_call: seconds of a call beside a product's launch.
+        forward_call, gradient_call: seconds of a call in addition to a product's launch.
     """
 
     FILE: ClassVar[str] = "convolutions.csv"
@@ -164,7 +164,7 @@ class Convolutions(Row):
         return rate * (self.winograd if how.winograd and dtype == "f32" else 1.0)
 
     def call(self, how: Convolved) -> float:
-        """Returns the seconds of a call beside a product's launch."""
+        """Returns the seconds of a call in addition to a product's launch."""
         return self.forward_call if how.result == "forward" else self.gradient_call
 
 
@@ -181,7 +181,7 @@ class Links(Row):
             as of an all_to_all, in its three protocols.
         first_share, second_share, third_share: bandwidth of these relative to a ring's Simple.
         direct_hop: seconds a message of such an exchange.
-        switch_base: seconds of a reduction in the switches apart from its bytes.
+        switch_base: seconds of a reduction in the switches in addition to the time of its bytes.
     """
 
     FILE: ClassVar[str] = "links.csv"

@@ -45,7 +45,7 @@ class MeasuredModel:
         whole: the mesh of which `mesh` is a part; by default `mesh` itself.
 
     Attributes:
-        chosen: the algorithms of calls that name none, as a plan says them.
+        chosen: the algorithms, chosen by a plan, of calls that do not name one.
 
     Raises:
         CalibrationError: measured on another device or other mesh axes.
@@ -109,7 +109,7 @@ class MeasuredModel:
         return curve(call.nbytes)
 
     def compared(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the algorithms that were measured beside the library's call."""
+        """Returns the algorithms that were measured in addition to the library's call."""
         found = [by for what, over, by in self._compared if (what, over) == (kind, axes)]
         return tuple(by for by in found if by != LIBRARY) if LIBRARY in found else ()
 

@@ -1,7 +1,7 @@
 """The host's figures in a calibration: seconds in which it issues a kernel or a collective.
 
-They are measured on accelerators, whose hosts run ahead of them, and stand among the kernels of a
-calibration as "host operator" and so on, each of one byte. They replace the row "eager" of
+They are measured on accelerators, whose hosts run ahead of them. A calibration lists them among its
+kernels, as "host operator" and so on, each of one byte. They replace the row "eager" of
 tables/hosts.csv, which is how emitted programs run.
 """
 
@@ -39,7 +39,7 @@ def host_of(kernels: Iterable[Kernel], device: str) -> Host | None:
 
 
 def named_host(name: str, measured: Host | None) -> Host | None:
-    """Returns the host of an execution's name, measured if it is the one that was; None for ""."""
+    """Returns the host that an execution names, the measured one if possible; None for ""."""
     if measured is not None and name == MEASURED:
         return measured
     return Host.of(name) if name else None

@@ -12,7 +12,7 @@ from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.host_copies import HostCopy, host_seconds
 from autopar.cost.network import Network
-from autopar.cost.programs.played_seconds import Pace, played_seconds
+from autopar.cost.programs.simulated_seconds import MessageCosts, simulated_seconds
 from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, Algorithm, ChosenAlgorithms
@@ -58,7 +58,7 @@ class AnalyticModel:
             other work overlaps with them (`step_efficiency` of the device), or each as run alone.
 
     Attributes:
-        chosen: the algorithms of calls that name none, as a plan says them.
+        chosen: the algorithms, chosen by a plan, of calls that do not name one.
 
     Raises:
         UnknownDeviceError: the device is neither described nor in devices.toml.
@@ -89,11 +89,11 @@ class AnalyticModel:
         """Returns the seconds of a collective, with the kernels that quantise its payload if any.
 
         A call of the library is priced by `collective_seconds.py`; one that names its algorithm
-        is played (`programs/played_seconds.py`).
+        is simulated (`programs/simulated_seconds.py`).
 
         Raises:
             MeshError: the mesh has no such axis.
-            CollectiveError: there is no such algorithm, or not for so many devices.
+            CollectiveError: the algorithm does not exist, or not for this number of devices.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
         call = self.chosen.named(call)
@@ -109,8 +109,8 @@ class AnalyticModel:
         by = Algorithm.parse(call.algorithm)
         order = sorted(call.axes, key=self.mesh.names.index)
         written = by.over([self.mesh.axis_size(name) for name in order])
-        pace = Pace.of(self.device, levels)
-        return played_seconds(call.kind, replace(by, shape=written), levels, call.nbytes, pace)
+        pace = MessageCosts.of(self.device, levels)
+        return simulated_seconds(call.kind, replace(by, shape=written), levels, call.nbytes, pace)
 
     def host(self, copy: HostCopy) -> float:
         """Returns the seconds of a copy to or from host memory (see cost/host_copies.py)."""

@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.device_work import CHUNK
-from autopar.operators.exchange import across, exchanged
+from autopar.operators.exchange import exchanged, local_steps
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
@@ -138,7 +138,7 @@ def recipe(
         mesh: the devices.
         accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
             CPU's.
-        form: name of its implementation; "" for the operator as it is.
+        form: name of its implementation; "" for the operator without a form.
     """
     types = tuple(operand.type for operand in operands)
     given = tuple(
@@ -158,7 +158,7 @@ def recipe(
     if form:
         own = form_named(node.op, form).scratch(Part(node, types, into, mesh))
         scratch, backward = own[0], backward + own[1]
-    elif into and across(node, types, into):
+    elif into and local_steps(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)
@@ -182,7 +182,8 @@ def recipe(
         extra = tuple(_like(tensor, near, mesh, share) for tensor in types_beside)
     if rows:
         scratch, backward = _mixture_scratch(by_name(node, types), rows, gradients, mesh)
-        scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
+        # Kernels add rows while they read them.
+        scratch = 0.0 if node.keyword("kernels") else scratch
         there, back = _dispatched(node, types, into, mesh, form)
         scratch, backward = scratch + there, backward + back
     if node.op == "aten.dropout" and not accelerator:
@@ -195,7 +196,7 @@ def recipe(
 def _chunk_of_logits(
     node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh
 ) -> float:
-    """Returns the temporary bytes of a loss computed in chunks, beside the gradients that it keeps.
+    """Returns the temporary bytes of a loss in chunks, without the gradients that it keeps.
 
     These are the logits of a chunk and two gradients of the weight in at least f32: accumulated,
     and of the chunk. The gradient that is kept is the accumulated one, or is allocated after it is
@@ -233,7 +234,7 @@ def _mixture_scratch(
 def _dispatched(
     node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh, form: str
 ) -> tuple[float, float]:
-    """Returns the bytes of tokens that travel to experts, forwards and backwards.
+    """Returns the bytes of tokens that are sent to experts, forwards and backwards.
 
     Those that arrive in a hop stay until its results leave; forwards what is sent in one hop is
     beside them. Backwards the gradients of results arrive, and those of tokens leave later.
@@ -342,7 +343,7 @@ def _summed(
 ) -> Transfer:
     """Returns the bytes of a sum computed in a copy `factor` times as large."""
     before, after = (float(layout.local_bytes(tensor, mesh)) for layout in (step.src, step.dst))
-    sent = 0.0 if before == after else before  # an all_reduce overwrites what it sends
+    sent = 0.0 if before == after else before  # an all_reduce works in place
     return replace(transfer, staging=factor * (transfer.staging + sent + after))
 
 
@@ -387,9 +388,9 @@ def reduction_staging(
         together: whether other gradients are sent in the same call.
     """
     if hop.call.compression:
-        if method_of(hop.call.compression).feedback:  # with the residual, and as it is decoded
+        if method_of(hop.call.compression).feedback:  # with the residual, while decoding
             return 2 * whole + staged(hop.call, mesh)
-        # What is sent, beside messages as they come and as they are decoded.
+        # The message that is sent, and received messages before and after decoding.
         return bool(hop.dim) * whole + hop.call.nbytes + staged(hop.call, mesh)
     if hop.call.kind == "all_reduce":
         return 0.0

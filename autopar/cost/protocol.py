@@ -44,7 +44,8 @@ class Library:
         tree: for trees; empty without them.
         direct: for messages from each device to each other; empty if they are those of rings.
         own: shards that a device copies to itself, as a share of the time to send one.
-        switch: seconds of an all_reduce in the switches apart from its bytes and a ring's base.
+        switch: seconds of an all_reduce in the switches, in addition to the time of its bytes and a
+            ring's base.
     """
 
     ring: tuple[Protocol, ...]
@@ -57,8 +58,8 @@ class Library:
 # gloo and unknown libraries: the figures of the link, unchanged.
 PLAIN = Library((Protocol("plain", 0.0, 1.0, 1.0),), ())
 
-# Seconds of an all_reduce in the switches (NVLS) apart from its bytes: 25 us in that table, minus
-# the base that every call has here.
+# Seconds of an all_reduce in the switches (NVLS) without the time of its bytes: 25 us in that
+# table, minus the base that every call has here.
 SWITCH_LATENCY = (25 - 6.6) * US
 _NAMES = ("LL", "LL128", "Simple")
 _RING_BASE, _TREE_BASE = (6.6, 14.0, 8.4), (6.8, 14.0, 8.4)

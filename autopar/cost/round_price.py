@@ -2,7 +2,7 @@
 
 CO2 (arXiv:2401.16265) publishes both an overlap ratio, tau t_step / t_sync, and throughputs, and
 they disagree: at tau = 12 the ratio says 83 %, the throughput 43 %. Throughputs agree with one
-another if an all_reduce beside computation takes 1.8 times as long as one alone, and computation no
+another if an all_reduce during computation takes 1.8 times as long as one alone, and computation no
 longer: 2.5 to 2.9 s a round of 12 steps of 0.109 s on 16 to 128 GPUs, where one alone takes 1.48 to
 1.57 s. That factor is `CONTENTION`.
 """
@@ -23,8 +23,8 @@ class RoundPrice:
 
     Attributes:
         tau: its steps.
-        step_seconds: of a local step.
-        sync_seconds: of the synchronisation, as it runs: beside steps, or by itself.
+        step_seconds: seconds of a local step.
+        sync_seconds: seconds of the synchronisation, as it runs: during steps, or alone.
         hidden: whether it overlaps with steps.
     """
 

@@ -1,7 +1,7 @@
 """Uncertainty of predicted seconds, from the errors of the kernel tables on held-out data.
 
 The error of a sum is at most the sum of the errors: shapes repeat from layer to layer, so that
-their errors do not cancel. An error is a median: half of what was held out was nearer.
+their errors do not cancel. An error is a median over the held-out measurements.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from autopar.cost.device import Device, device, devices
 from autopar.cost.kernel_tables import Row
 from autopar.ir.mesh import Mesh
 
-# Of what was never measured, and how much larger one is that another device was measured for: both
-# are estimates.
+# The error of kernels that were never measured, and the factor on the errors of kernels that were
+# measured on another device. Both are estimates.
 UNMEASURED, TAKEN_OVER = 0.25, 2.0
 
 
@@ -45,7 +45,7 @@ def error_seconds(device: Device, computed: float, sent: float) -> float:
     """Returns by how many seconds a step may be off.
 
     Args:
-        device: that runs it.
+        device: the device that runs it.
         computed: seconds of its kernels, which are priced as products.
         sent: seconds of its collectives.
     """

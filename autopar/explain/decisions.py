@@ -1,4 +1,4 @@
-"""The decisions of a plan, one for each node of the strategy problem, and how those of two differ.
+"""The decisions of a plan, one for each node of the strategy problem, and differences of two plans.
 
 A parameter and its share are one decision, "stored => used". Given a graph, decisions have the
 user's names; without one, they have the names of nodes in the plan.
@@ -144,7 +144,7 @@ def changes(a: Mapping[str, Decision], b: Mapping[str, Decision]) -> tuple[Chang
             before, after = old.entry, new.entry
         one = old or new
         assert one is not None
-        # Operators of one module are grouped by line; a node without a module stands alone.
+        # Operators of one module are grouped by line; a node without a module is a group by itself.
         key = (one.name, one.place, one.times, before, after, one.op == "parameter")
         groups.setdefault(key, []).append(one)
     grouped = [

@@ -46,7 +46,7 @@ class Traffic:
 
     Attributes:
         name: the parameter, module or node that it serves; "" for a sum.
-        kind, axes: of the collective.
+        kind, axes: kind and axes of the collective.
         backward: whether it runs in the backward pass; a sum counts both directions.
         before, after: calls in a step, and the payload of one device in them in bytes.
     """
@@ -135,7 +135,7 @@ def repriced(explanation: Explanation, graph: Graph) -> Prediction:
     """Returns the figures of a plan's layouts.
 
     Args:
-        explanation: of the plan.
+        explanation: explanation of the plan.
         graph: its graph.
 
     Returns:

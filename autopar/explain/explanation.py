@@ -168,8 +168,8 @@ class Explanation:
         copies: seconds of copies to and from host memory.
         host: bytes per device in host memory.
         caution: how its precision changes results; see `Precision.caution`.
-        error: seconds by which `step` may be off, by what the tables of prices missed; 0 if the
-            plan was made under a calibration (see cost/uncertainty.py).
+        error: uncertainty of `step` in seconds, from the errors of the price tables; 0 if the plan
+            was made under a calibration (see cost/uncertainty.py).
     """
 
     graph: str

@@ -1,4 +1,4 @@
-"""A table of the fused kernels of a plan and what they save."""
+"""A table of the fused kernels of a plan and their savings."""
 
 from __future__ import annotations
 

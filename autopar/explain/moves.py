@@ -87,7 +87,7 @@ def moves(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -
         price: predicts the seconds of one collective.
 
     Returns:
-        The moves of the forward function, then those of parameters beside it.
+        The moves of the forward function, followed by the moves of parameters.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.

@@ -20,7 +20,7 @@ def module_pattern(graph: Graph, node: Node) -> str:
 
 
 def _counterpart(graph: Graph, node: Node) -> Node:
-    """Returns a first block's node as it is in the second block; any other node unchanged."""
+    """Returns the second block's counterpart of a first block's node; other nodes unchanged."""
     for repeat in graph.repeats:
         if node.name in repeat.iterations[0]:
             return graph[repeat.iterations[1][repeat.iterations[0].index(node.name)]]

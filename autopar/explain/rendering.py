@@ -84,7 +84,7 @@ def _range(explanation: Explanation) -> str:
 
 
 def _memory_over_time(held: float, peak: float, generates: bool) -> list[Text]:
-    """Returns a note on what the causes do not add up to at the peak; nothing if they do."""
+    """Returns a note on the difference between the peak and the sum of causes, if there is one."""
     if held == peak:
         return []
     if generates:

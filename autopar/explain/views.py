@@ -28,7 +28,7 @@ class Item:
             for compute and for replicated memory. Saved activations count as split along the axes
             that split their operator.
         cause: as in `Explanation.seconds` and `Explanation.memory`.
-        seconds: of forward and backward, all blocks together.
+        seconds: seconds of forward and backward, all blocks together.
         nbytes: bytes on one device.
         calls: calls of the collective in a step.
         sent: payload of one device in a step, in bytes.
@@ -50,7 +50,7 @@ class Row:
     """A row of a view.
 
     Attributes:
-        name: of the layer, operator, collective or axis.
+        name: name of the layer, operator, collective or axis.
         seconds: seconds of a step by cause.
         memory: bytes on one device by cause.
         calls: collectives in a step.

@@ -19,7 +19,7 @@ class StageDifference:
 
     Attributes:
         stages: their numbers.
-        difference: of their plans.
+        difference: difference of their plans.
     """
 
     stages: tuple[int, ...]

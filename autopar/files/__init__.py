@@ -1,4 +1,4 @@
-"""Reading and writing files, and checking their entries.
+"""Reads and writes files, and checks their entries.
 
 | to see | read |
 |---|---|

@@ -38,7 +38,7 @@ _DAY = 86_400.0  # seconds
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and to the disk; a device or a pipe is written to.
+    """Writes a file, whole or not at all, and flushes it to the disk; writes to devices directly.
 
     Raises:
         OSError: it cannot be written; it is as it was.
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk."""
+    """Flushes a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,7 +71,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and what is in it, as far as that is possible; follows no links."""
+    """Removes a folder with its contents, as far as possible; follows no links."""
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
             if stat.S_ISDIR(os.lstat(path / name).st_mode):
@@ -89,10 +89,10 @@ def is_draft(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes a draft.
+    """The writer of a draft.
 
     Attributes:
-        machine: where its lock can be judged, "" if nowhere.
+        machine: the machine on which its lock can be tested; "" if there is none.
         host, process: for people.
         note: what the writers of one target compare.
     """
@@ -104,7 +104,7 @@ class Owner:
 
 
 class Draft:
-    """A folder of one writer's own, in which it prepares what a target folder is to hold.
+    """A folder in which one writer prepares the contents of a target folder.
 
     Args:
         target: an absolute path; there may be a folder or nothing.
@@ -129,7 +129,7 @@ class Draft:
         new, self._lock = self._base / f"new-{token}", -1
         try:
             os.mkdir(new)
-            # Nobody meets a draft that has no owner yet.
+            # Other writers ignore a draft without an owner.
             self._lock = os.open(new / OWNER, _NEW, 0o666)
             os.write(self._lock, json.dumps(_owner(self._lock, note).__dict__).encode())
             self._born = os.fstat(self._lock).st_mtime
@@ -140,7 +140,7 @@ class Draft:
             raise
 
     def others(self) -> list[Owner]:
-        """Who else is at work on the target; of two that begin at once, one sees the other."""
+        """Returns another writer of the target; of two that begin at once, one sees the other."""
         found = [
             _at_work(folder, top, self._born)
             for folder, top in _drafts(self.target, self._kind)
@@ -149,7 +149,7 @@ class Draft:
         return [owner for owner in found if owner is not None]
 
     def publish(self, marker: str) -> None:
-        """Let the draft's `marker` take its place in the target: from then on it counts.
+        """Publishes the draft: moves its `marker` into the target.
 
         Raises:
             OSError: it cannot; the target is as it was.
@@ -172,7 +172,7 @@ class Draft:
             self._end()
 
     def _end(self) -> None:
-        """Let others know that nobody is at work here any more."""
+        """Marks the draft as no longer in use."""
         with contextlib.suppress(OSError):
             os.unlink(self.folder / OWNER)
         with contextlib.suppress(OSError):
@@ -180,9 +180,9 @@ class Draft:
         self._lock = -1
 
     def unpack(self, marker: str) -> None:
-        """Let all files of the draft take their places beside what else the target has.
+        """Moves all files of the draft into the target, next to its other files.
 
-        In between there is no `marker`, so that half of it is not taken for a whole.
+        Meanwhile there is no `marker`, so that a reader does not take a part for the whole.
 
         Raises:
             OSError: a file cannot; the target is as it was if a folder is in the way of one.
@@ -205,7 +205,7 @@ class Draft:
         remove(self.folder)
 
     def _enter(self) -> None:
-        """Go to the target, which another writer has made in the meantime."""
+        """Moves into the target, which another writer has created in the meantime."""
         inside = self.target / self.folder.name
         os.rename(self.folder, inside)
         old, self._base, self.folder = self._base, self.target, inside
@@ -214,7 +214,7 @@ class Draft:
         sync(self.target)
 
     def abandon(self) -> None:
-        """Remove the draft, unless it is published; the target is as it was."""
+        """Removes the draft unless it is published; leaves the target unchanged."""
         if self._published:
             return
         remove(self.folder)
@@ -223,7 +223,7 @@ class Draft:
         self._end()
 
     def sweep(self, named: Callable[[], Collection[str]] = tuple) -> None:
-        """Remove drafts whose writers have ended, and what was published and is replaced.
+        """Removes drafts whose writers have ended, and published folders that were replaced.
 
         Args:
             named: reads the marker; the names of the folders that it needs, none by default.
@@ -234,14 +234,14 @@ class Draft:
                 for folder, top in _drafts(self.target, self._kind)
                 if folder != self.folder and _at_work(folder, top, self._born) is None
             ]
-            kept = named()  # what has ended before and is not among these never will be
+            kept = named()  # read after `ended`: a draft that is not named now never will be
             for folder, top in ended:
                 if folder.name not in kept or top != folder:
                     remove(top)
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Rename a folder unless there is something at `target`."""
+    """Renames a folder, unless `target` exists."""
     try:
         os.rename(source, target)
     except OSError:
@@ -252,7 +252,7 @@ def _renamed(source: Path, target: Path) -> bool:
 
 
 def _owner(lock: int, note: str) -> Owner:
-    """This process, having locked the file."""
+    """Returns this process as owner, after locking the file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         machine = _machine()
@@ -270,7 +270,7 @@ def _machine() -> str:
 
 
 def _drafts(target: Path, kind: str) -> Iterator[tuple[Path, Path]]:
-    """All drafts of a target, and what was published; with each the folder to remove with it."""
+    """Yields all drafts and published folders of a target, each with the folder to remove."""
     start = f".{target.name}."
     for name in os.listdir(target.parent):
         token = name.removeprefix(start)
@@ -283,7 +283,7 @@ def _drafts(target: Path, kind: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _at_work(folder: Path, top: Path, now: float) -> Owner | None:
-    """Who may still be writing a draft; None if its writer has ended, well or not."""
+    """Returns the possible writer of a draft; None if the writer has ended."""
     owner = Owner("", "an unknown host", 0, "")
     try:
         handle = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK)
@@ -301,7 +301,7 @@ def _at_work(folder: Path, top: Path, now: float) -> Owner | None:
             return None  # published, or about to be removed
     except (OSError, ValueError, TypeError, RecursionError):
         pass
-    # Its writer is just making it, or died there, or its lock cannot be judged here.
+    # Its writer is creating it, or died meanwhile, or its lock cannot be tested on this machine.
     return owner if now - _touched(folder, top) < _DAY else None
 
 

@@ -1,7 +1,7 @@
 """Values from outside, each checked by its kind: entries of files and arguments of functions.
 
-Whole(1, 64)("4")       ValueError: a whole number from 1 to 64 is expected
-Fields(table, PlanError, where).take("microbatches", Whole(1, 64))
+Integer(1, 64)("4")       ValueError: a whole number from 1 to 64 is expected
+Fields(table, PlanError, where).take("microbatches", Integer(1, 64))
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MOST = 2**53  # whole numbers that every reader of the files keeps exactly
 
 
 class Check(Protocol):
-    """Returns a value of its kind; ValueError for any other. `str` says what is expected."""
+    """Returns a value of its kind; raises ValueError for others. `str` describes the kind."""
 
     def __call__(self, value: Any, /) -> Any:
         """The value."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class Integer:
     """A whole number; with `rounded` also a float of such a value."""
 
     least: int = 0
@@ -96,8 +96,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Of:
-    """A value of some types, `None` among them if it is named."""
+class Instance:
+    """A value of one of some types, which may include that of `None`."""
 
     types: tuple[type, ...]
     words: str
@@ -113,8 +113,8 @@ class Of:
 
 
 @dataclass(frozen=True)
-class Or:
-    """A value that one of some checks takes."""
+class AnyOf:
+    """A value that at least one of some checks accepts."""
 
     checks: tuple[Check, ...]
 
@@ -138,7 +138,7 @@ class Table:
     value: Check
 
     def __call__(self, table: Any, /) -> dict[str, Any]:
-        """The table with what the check makes of its values."""
+        """Returns the table with its checked values."""
         if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
             raise ValueError("a table is expected")
         found = {}
@@ -173,17 +173,17 @@ class Row:
         return f"a list of values, each {self.value}"
 
 
-NOTHING = Of((type(None),), "nothing")
-FLAG = Of((bool,), "True or False")
+NOTHING = Instance((type(None),), "nothing")
+FLAG = Instance((bool,), "True or False")
 
 
 class Fields:
     """The entries of a table, each taken once.
 
     Args:
-        table: from outside.
+        table: an external table.
         error: the class of errors for entries that are missing, unknown or of another kind.
-        what: of what it is the table, "the plan".
+        what: the object that the table describes, such as "the plan".
         where: file and place.
         prefix: before the names of entries, "model." of a table in a table.
     """
@@ -240,7 +240,7 @@ class Fields:
 
 
 def checked(error: type[AutoparError], **values: tuple[Any, Check]) -> None:
-    """Compare arguments, each with its check; raises `error` with the name of the first wrong one.
+    """Checks arguments; raises `error` with the name of the first wrong one.
 
     Args:
         error: what is raised.

@@ -82,7 +82,7 @@ class Kind:
         """The table that a text in TOML holds; raises `error`."""
         try:
             for line in text.split("\n"):
-                # tomllib takes time with the square of what a key has parts.
+                # The time of tomllib is quadratic in the number of parts of a key.
                 if sum(1 for _ in _PARTS.finditer(line)) > _MOST_PARTS:
                     raise ValueError("a key has too many parts")
             return tomllib.loads(text)
@@ -103,9 +103,9 @@ class Kind:
         return value
 
     def write(self, path: str | Path, text: str) -> None:
-        """Write a file, whole or not at all; devices are written to as they are.
+        """Writes a file, whole or not at all; writes to devices directly.
 
-        Raises `error`; what was there before is as it was.
+        Raises `error`, and then leaves an existing file unchanged.
         """
         try:
             target, content = Path(os.path.realpath(path)), text.encode("utf-8")

@@ -44,7 +44,7 @@ class Prepared(nn.Module):
 
     Args:
         model: the user's model.
-        accelerator: has the options, and knows when an accumulation is complete.
+        accelerator: provides the options, and decides when an accumulation is complete.
 
     Attributes:
         loss: that of the last call, until `backward` has received it.
@@ -63,7 +63,7 @@ class Prepared(nn.Module):
         self.resumed: Path | None = None
 
     def train(self, mode: bool = True) -> Prepared:
-        """Says what calls do; the model keeps the mode in which it was captured."""
+        """Selects training or evaluation of calls; the model keeps its mode of capture."""
         self.training = mode
         return self
 
@@ -187,7 +187,7 @@ class _Loss(dict[str, Any]):
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Trains the models of a loop of accelerate in parallel on a mesh.
 
-    The loop stays as it is. Every process passes the batches of its prepared loader; batches that
+    The loop is unchanged. Every process passes the batches of its prepared loader; batches that
     accumulate are the microbatches of one step, with the mean of their losses. Losses belong into
     the model or into `options={"loss_fn": ...}`.
 

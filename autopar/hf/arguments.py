@@ -14,7 +14,7 @@ SLICING = ("stages", "microbatches", "accumulate")
 
 
 def with_defaults(trainer: Any, given: CompileKeywords) -> CompileKeywords:
-    """Returns options of `autopar.compile`, and where they say nothing, what a Trainer asks for."""
+    """Returns options of `autopar.compile`, with defaults from a Trainer's arguments."""
     sliced = {*SLICING, "plan"} & given.keys()
     options: CompileKeywords = {"shapes": SHAPES, **options_of(trainer)}
     if not sliced:
@@ -45,7 +45,7 @@ def options_of(trainer: Any) -> CompileKeywords:
 
 
 def refuse_foreign_parallelism(trainer: Any) -> None:
-    """Raises OptionError if a Trainer was asked for what a session does itself."""
+    """Raises OptionError if a Trainer's arguments request something that a session does itself."""
     args = trainer.args
     given = {
         "deepspeed": (args.deepspeed, "leave it out: the plan shards the state"),

@@ -78,7 +78,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
 
 class EpochOrder(transformers.TrainerCallback):  # type: ignore[misc]
-    """Shuffles the data anew in each epoch, in the same order on every rank and after resuming."""
+    """Shuffles the data in each epoch, in the same order on every rank and after resuming."""
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
@@ -92,9 +92,9 @@ class EpochOrder(transformers.TrainerCallback):  # type: ignore[misc]
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Trains as `transformers.Trainer` does, in parallel on a mesh.
 
-    Every process loads the same batches of `per_device_train_batch_size` x devices samples. Those
-    of a gradient accumulation are the microbatches of one step; shorter ones are padded. As in
-    transformers, the loss is the sum over the step's tokens by `num_items_in_batch` if the model
+    Every process loads the same batches of `per_device_train_batch_size` x devices samples. The
+    batches of a gradient accumulation are the microbatches of one step; shorter ones are padded. As
+    in transformers, the loss is the sum over the step's tokens by `num_items_in_batch` if the model
     takes that number, and otherwise the mean of the batches' losses. The arguments for precision,
     clipping, weight decay, activation checkpointing and torch.compile become options of the
     session. At the end of the training, `model` has the trained weights.

@@ -9,11 +9,11 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op import dynamic_program as kernels
-from autopar.inter_op.even import Even
+from autopar.inter_op.equal_submeshes import EqualSubmeshPipelines
 from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.single_chunk import SingleChunkPipelines
 from autopar.inter_op.stage_prices import Floats, Prices
 from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
-from autopar.inter_op.straight import Straight
 
 
 def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -> Pipeline:
@@ -49,7 +49,9 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
     )
 
 
-def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
+def infeasible(
+    space: Space, configs: Sequence[SingleChunkPipelines | EqualSubmeshPipelines]
+) -> InfeasibleError:
     """Returns an error that names the known pipeline of equal sub-meshes with the least memory."""
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
@@ -77,7 +79,7 @@ def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleEr
 
 
 def _frugal(
-    space: Space, configs: Sequence[Straight | Even], unknown: str
+    space: Space, configs: Sequence[SingleChunkPipelines | EqualSubmeshPipelines], unknown: str
 ) -> tuple[float, str] | None:
     """Returns the most frugal known pipeline of equal sub-meshes and its bytes per device."""
     least: tuple[float, str] | None = None

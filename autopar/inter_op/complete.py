@@ -17,7 +17,7 @@ backend:
 Gradients are synchronised (SYNC) before the update that uses them. A flushed schedule contains no
 updates: they are added at the end of the step. Other schedules have UPDATEs in their rows.
 
-`judges/deadlock_judge.py` verifies the result.
+`checkers/deadlock_checker.py` verifies the result.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> li
                 if key not in readers:
                     raise _unread(_on(receive, batch))
                 needed, own = readers[key]
-                # It may be read in a later period than the one in which it is sent.
+                # A value may be read in a later period than it is sent.
                 later = (batch - own) // size
                 sent = place - later * len(row), number
                 link = rank, schedule.placement[receive.copy][receive.stage]

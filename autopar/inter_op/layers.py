@@ -209,8 +209,8 @@ class _Row:
     ) -> list[int]:
         """Clusters the operators from `start` to before `stop`; returns the ends of their layers.
 
-        Of the divisions into `count` layers, or else the most that is possible, it takes the one
-        with the fewest bytes between layers. No layer weighs more than (1 + slack) times the mean,
+        It chooses the division into `count` layers, or as many as possible, with the fewest bytes
+        between layers. No layer weighs more than (1 + slack) times the mean,
         unless a single operator does, nor less than (1 - slack) times the mean of `count` layers.
         With `exact` there are exactly `count` layers, some of which may weigh less.
         """

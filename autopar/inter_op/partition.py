@@ -17,17 +17,17 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from autopar.inter_op.answer import infeasible, pipeline_of
-from autopar.inter_op.even import Even
+from autopar.inter_op.equal_submeshes import EqualSubmeshPipelines
 from autopar.inter_op.search_task import Draft, Space, part_sizes
+from autopar.inter_op.single_chunk import SingleChunkPipelines
 from autopar.inter_op.stage_prices import Cell, Floats, LowerBound, Prices, StageCost, Table
-from autopar.inter_op.stage_values import Found, Law, Progress
-from autopar.inter_op.straight import Straight
+from autopar.inter_op.stage_values import Law, Progress, StageSearchResult
 from autopar.inter_op.submeshes import SubMesh
 
 # (layer after the border, sub-mesh before, sub-mesh after, microbatches) -> seconds to transfer one
 # microbatch across the border, activations forward plus gradients backward
 Transfer = Callable[[int, SubMesh, SubMesh, int], float]
-Config = Straight | Even
+Config = SingleChunkPipelines | EqualSubmeshPipelines
 
 # Number of schedules and microbatch counts whose estimates are refreshed after an answer.
 _FRONT = 8
@@ -59,7 +59,7 @@ def partition(
     probes: Sequence[tuple[SubMesh, int]] = (),
     ahead: Callable[[Sequence[Cell]], None] | None = None,
     again: float = 0.0,
-) -> Found:
+) -> StageSearchResult:
     """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
     Args:
@@ -77,15 +77,15 @@ def partition(
         borders: a key per layer but the first that describes the border before it; borders with
             equal keys have equal transfers. None: all differ.
         most_stages: maximum number of stages.
-        most_calls: maximum number of stage costs to request; `Found.bound` reflects the prices
-            that remain unknown.
+        most_calls: maximum number of stage costs to request; the `bound` of the result reflects the
+            prices that remain unknown.
         patience: gives up the proof of optimality after this many further stage costs without a
             better pipeline; 0 skips the proof, None never gives up.
         gap: stops once the best is proved to be within this fraction of the optimum.
         scaling: assumes that stages do not get more efficient with more devices, more microbatches
             or fewer layers, and that none exceeds the best known efficiency (closeness to
-            `lower_bound`). Requests far fewer stage costs; `Found.bound` holds only if the
-            assumption does.
+            `lower_bound`). Requests far fewer stage costs; the `bound` of the result holds only if
+            the assumption does.
         progress: called after every few stage costs.
         probes: pairs of sub-mesh and microbatches for which one stage is priced first.
         ahead: receives the stage costs that are requested next, one by one, so that it can
@@ -109,9 +109,12 @@ def partition(
     configs: list[Config] = []
     for law, count in itertools.product(laws, microbatches):
         if law.chunks == 1:
-            configs += [Straight(space, law, count, known[count], order) for order in space.orders]
+            configs += [
+                SingleChunkPipelines(space, law, count, known[count], order)
+                for order in space.orders
+            ]
         else:
-            configs.append(Even(space, law, count, known[count]))
+            configs.append(EqualSubmeshPipelines(space, law, count, known[count]))
     search = _Search(space, configs, most_calls, patience, gap, progress)
     search.probe(probes)
     search.guess()
@@ -332,7 +335,7 @@ class _Search:
                 found.append(key)
         return found
 
-    def result(self) -> Found:
+    def result(self) -> StageSearchResult:
         """Returns the best pipeline, and other fully priced forms at most twice as slow."""
         if self.best is None:
             raise infeasible(self.space, self.configs)
@@ -352,7 +355,7 @@ class _Search:
             forms.setdefault((draft.law.name, draft.microbatches, len(draft.stages)), draft)
         transfers = {config.microbatches: config.transfer for config in self.configs}
         best, *rest = forms.values()
-        return Found(
+        return StageSearchResult(
             pipeline_of(best, self.prices, transfers),
             tuple(pipeline_of(draft, self.prices, transfers) for draft in rest),
             min(self.bound, best.seconds),

@@ -110,7 +110,7 @@ class Prepared:
         Args:
             costs: one per stage, in order.
             transfers: seconds from each stage to the next; empty for none. Stages on the same rank
-                transfer nothing. A value that skips stages travels with the data that its reader
+                transfer nothing. A value that skips stages is sent with the data that its reader
                 receives from the previous stage, and takes no extra time.
             returns: seconds of the gradients in the opposite direction, in the same order; None for
                 the same as `transfers`.

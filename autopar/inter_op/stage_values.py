@@ -150,7 +150,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Found:
+class StageSearchResult:
     """The result of a stage search.
 
     Attributes:

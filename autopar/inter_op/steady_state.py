@@ -1,7 +1,7 @@
 """The steady state of an asynchronous schedule: seconds of a period, and idle time.
 
-The rows of a period repeat, and so does what their actions wait for: results of the same period or
-of earlier ones. After a transient, which may be long, such a system runs with a period of
+The rows of a period repeat, and so do their dependencies on results of the same period or of
+earlier periods. After a transient, which may be long, such a system runs with a period of
 
     max over cycles of  (seconds on the cycle) / (periods that it spans)
 
@@ -89,7 +89,7 @@ def _period(step: Step, prepared: Prepared) -> tuple[Ints, Ints, Ints, Ints]:
 def _edges(
     rank: Ints, link: Ints, number: Ints, needs: Ints, duration: Floats, travel: Floats
 ) -> tuple[Ints, Ints, Floats, Ints]:
-    """Returns what the ends of actions, and the arrivals of what they send, wait for.
+    """Returns the dependencies of the ends of actions, and of the arrivals of their messages.
 
     An action with number n in topological order has the node 2 n, and its transfer 2 n + 1.
 

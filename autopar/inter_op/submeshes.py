@@ -30,7 +30,7 @@ class SubMesh:
         hosts, devices: one host with some or all of its devices, or several whole hosts.
         meshes: its logical shapes, hosts x devices first, then in order of the number of axes;
             every axis is priced on the links that it uses.
-        part: the number of the part of the cluster's mesh in which it lies.
+        part: the number of the part of the cluster's mesh that contains it.
     """
 
     hosts: int
@@ -327,7 +327,7 @@ def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _aligned(cluster: Cluster, at: int, size: int) -> bool:
-    """Returns whether a part at `at` lies in one unit of every level that could hold it."""
+    """Returns whether one unit of every level that is large enough contains a part at `at`."""
     unit = 1
     for links in reversed(cluster.links):
         unit *= links.size

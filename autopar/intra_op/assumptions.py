@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost.overlap import TAKE_TURNS
-from autopar.intra_op.node_choices import Lies
+from autopar.intra_op.node_choices import AllowedStorages
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
@@ -25,11 +25,11 @@ class Assumptions:
             gains nothing.
         recompute: runs of blocks that recompute their activations in the backward, including the
             resharding between their operators.
-        microbatches: number in a step; costs are those of one, with its share of costs per step.
-        lies: the storages that a parameter may have, by default all that make sense.
+        microbatches: number in a step; costs are per microbatch, with its share of costs per step.
+        allowed_storages: the storages that a parameter may have, by default all that make sense.
         bucket: bytes of gradients, or of parameters, in one call; 1 for a call for each.
         precision: in which dtypes parameters are updated and gradients sent.
-        offload: what is kept in host memory.
+        offload: the tensors that are kept in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
@@ -41,7 +41,7 @@ class Assumptions:
     slowdown: float = TAKE_TURNS
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     microbatches: int = 1
-    lies: Lies | None = None
+    allowed_storages: AllowedStorages | None = None
     bucket: int = 1
     precision: Precision = AS_IS
     offload: Offload = NOTHING

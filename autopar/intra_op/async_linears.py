@@ -19,7 +19,7 @@ from autopar.intra_op.problem import Edge, Matrix
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.collective import Step, moves
-from autopar.ir.fusion.async_tensor_parallel import LINEAR, Beside, runs_beside
+from autopar.ir.fusion.async_tensor_parallel import LINEAR, OverlappableLinears, overlapped_step
 from autopar.ir.graph import Node
 from autopar.ir.resharding import Resharder
 from autopar.ir.tensor import Layout
@@ -32,7 +32,7 @@ class Hidden:
     """Seconds saved on the edges of one problem.
 
     Args:
-        beside: the linears that may overlap with collectives.
+        linears: the linears that may overlap with collectives.
         near: axes whose devices can read one another's memory.
         prices: prices of kernels and collectives.
         resharder: the problem's resharder.
@@ -47,7 +47,7 @@ class Hidden:
 
     def __init__(
         self,
-        beside: Beside,
+        linears: OverlappableLinears,
         near: Collection[str],
         prices: Prices,
         resharder: Resharder,
@@ -55,7 +55,7 @@ class Hidden:
         slowdown: float,
         options: Callable[[str], tuple[Option, ...]],
     ) -> None:
-        self.beside, self.near, self.prices = beside, near, prices
+        self.linears, self.near, self.prices = linears, near, prices
         self.resharder, self.table, self.slowdown = resharder, table, slowdown
         self.options = options
         self._known: dict[tuple[str, Option], Seconds] = {}
@@ -79,9 +79,9 @@ class Hidden:
             index: index of the operand.
             times: number of runs in a step, forwards and backwards.
         """
-        linears = self.beside.readers(reader) if self.near and index == 0 else ()
+        linears = self.linears.readers(reader) if self.near and index == 0 else ()
         op = "all_gather" if linears else "reduce_scatter"
-        if self.near and source.op == LINEAR and self.beside.reader(source) is reader:
+        if self.near and source.op == LINEAR and self.linears.reader(source) is reader:
             linears = linears or (source,)
         saving = self._less(op, source, reader, index, times, linears) if linears else None
         if saving is None:
@@ -133,7 +133,7 @@ class Hidden:
             for step in moves(layout, tensor, self.prices.mesh, grad):
                 if step.op == op and step.axes[0] in self.near:
                     way = self.resharder.steps(tensor, layout, step.dst, grad)
-                    overlapping = runs_beside(op, value, way, self.near, self.resharder)
+                    overlapping = overlapped_step(op, value, way, self.near, self.resharder)
                     if overlapping is not None:
                         yield overlapping
 
@@ -162,7 +162,7 @@ class Hidden:
         """Returns the forward and backward seconds of kernels that overlap with a collective."""
         key = linear.name, option
         if key not in self._known:
-            graph, mesh = self.beside.graph, self.prices.mesh
+            graph, mesh = self.linears.graph, self.prices.mesh
             types = operand_types(graph, linear)
             signature = resolve(self.table[linear.op], linear, types, linear.types)
             layouts = option.operands, option.results

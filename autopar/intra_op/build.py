@@ -81,7 +81,7 @@ def build(
         tuple(builder.replicated),
         builder.exchanged,
         builder.backward,
-        builder.beside,
+        builder.synchronised,
         given.slowdown,
         builder.sums,
         builder.alive.points,

@@ -34,7 +34,7 @@ from autopar.intra_op.storage_choices import (
     stored_traffic,
     undominated,
 )
-from autopar.ir.fusion.async_tensor_parallel import Beside
+from autopar.ir.fusion.async_tensor_parallel import OverlappableLinears
 from autopar.ir.graph import EXTEND, Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
@@ -80,7 +80,7 @@ class Builder:
         self.exchanged: dict[str, tuple[float, ...]] = {}
         self.forward: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}
-        self.beside: dict[str, tuple[float, ...]] = {}
+        self.synchronised: dict[str, tuple[float, ...]] = {}
         self.fetched: dict[str, tuple[float, ...]] = {}
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
@@ -102,7 +102,7 @@ class Builder:
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.hidden = Hidden(
-            Beside(graph, selective_runs(graph, given.recompute)),
+            OverlappableLinears(graph, selective_runs(graph, given.recompute)),
             near(self.mesh, self.chip) if given.overlapped else (),
             prices,
             self.resharder,
@@ -160,7 +160,7 @@ class Builder:
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
         for found, seconds in (
-            (self.beside, [cost.beside for cost in costs]),
+            (self.synchronised, [cost.synchronised for cost in costs]),
             (self.fetched, [cost.fetched for cost in costs]),
             (self.refetched, [cost.refetched for cost in costs]),
         ):
@@ -181,13 +181,14 @@ class Builder:
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         rule = self.given.update.rule(node.target, node.type.shape)
-        lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
-        lying, given = self.given.stored.get(leaf_key(node), lies), self.given
+        usual = accumulating if self.given.microbatches > 1 else storages
+        every_allowed = self.given.allowed_storages or usual
+        allowed, given = self.given.stored.get(leaf_key(node), every_allowed), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lying, given.bucket, given.precision, rule
+            node.type, node.requires_grad, allowed, given.bucket, given.precision, rule
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every) or lying is not lies
+        pinned = len(left) < len(every) or allowed is not every_allowed
         alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]
@@ -226,8 +227,8 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def beside_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float]:
-        """Returns the seconds of a parameter's collectives beside forward and backward."""
+    def overlapped_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float]:
+        """Returns the seconds of a parameter's collectives that overlap with each direction."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
             return 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
@@ -239,7 +240,7 @@ class Builder:
         )  # fmt: skip
         cost = self._stored_cost(share, traffic)
         count = self.graph.multiplicity[share.name]
-        return count * cost.fetched, count * (cost.beside + cost.refetched)
+        return count * cost.fetched, count * (cost.synchronised + cost.refetched)
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""
@@ -364,7 +365,7 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[self._source(root.inputs[0])]
-        has_gradient = self.given.lies is not None and root.requires_grad
+        has_gradient = self.given.allowed_storages is not None and root.requires_grad
         if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # The plan states where a gradient is reduced, so it is not reduced after the share.
             given = [set(option.results[0].varying) for option in self.options[a]]
@@ -380,7 +381,7 @@ class Builder:
         total, group = cost, np.zeros(len(rows), dtype=np.int64)
         if root.name == source:
             total = cost + np.array(self.choices[a].cost)[:, None]
-            # Among layouts with equal bytes, one stands for all.
+            # Among layouts with equal bytes, only one is considered.
             nbytes = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
             group = np.unique(nbytes, return_inverse=True)[1]
         least = np.full((group.max() + 1, len(columns)), np.inf)

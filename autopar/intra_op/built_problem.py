@@ -1,4 +1,4 @@
-"""A strategy problem together with the layouts and figures that its choices stand for."""
+"""A strategy problem together with the layouts and figures of its choices."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Built:
         replicated: operators that run whole because they have no rule.
         exchanged: node -> for each choice, seconds of communication inside the operator.
         backward: node -> for each choice, seconds of its backward kernels.
-        beside: parameter's share -> for each choice, seconds of synchronising its gradient, which
-            the backward does not wait for.
-        sums: node -> bytes of each choice: for a parameter those of the parameter, its gradient,
-            optimizer state and gathered copy; for an operator those saved for the backward in all
-            blocks.
+        synchronised: parameter's share -> for each choice, seconds of synchronising its gradient,
+            for which the backward does not wait.
+        sums: node -> bytes of each choice: for a parameter, its own bytes and those of its
+            gradient, optimizer state and gathered copy; for an operator, the bytes saved for the
+            backward in all blocks.
         points: a description of each time point of the problem.
         once: parameter's share -> for each choice, seconds that a step spends once on reducing the
             gradient and on gathering the updated parameter.
@@ -44,7 +44,7 @@ class Built:
         host: node -> for each choice, bytes in host memory.
         coming: seconds per byte of optimizer state for the round trip to host memory, for one
             microbatch.
-        overlapped: edge number -> seconds that each pair of choices saves by running linears beside
+        overlapped: edge number -> seconds that each pair of choices saves by running linears during
             the collective; already subtracted from the cost of the edge.
     """
 
@@ -54,7 +54,7 @@ class Built:
     replicated: tuple[str, ...]
     exchanged: Mapping[str, tuple[float, ...]]
     backward: Mapping[str, tuple[float, ...]]
-    beside: Mapping[str, tuple[float, ...]]
+    synchronised: Mapping[str, tuple[float, ...]]
     slowdown: float
     sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     points: tuple[str, ...] = ()
@@ -70,10 +70,10 @@ class Built:
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
-        """Kernels and the collectives beside them: (forward, backward)."""
+        """Kernels and the collectives that overlap with them: (forward, backward)."""
         sides = (
             (self.forward, (self.fetched, self.stowed)),
-            (self.backward, (self.beside, self.refetched, self.stowed)),
+            (self.backward, (self.synchronised, self.refetched, self.stowed)),
         )
         return tuple(side for side in sides if any(side[1]))
 
@@ -84,17 +84,17 @@ class Built:
         def total(*parts: Figures) -> float:
             return math.fsum(each[chosen[name]] for part in parts for name, each in part.items())
 
-        return tuple((total(kernels), total(*beside)) for kernels, beside in self.sides)
+        return tuple((total(kernels), total(*calls)) for kernels, calls in self.sides)
 
     def hidden(self, choice: tuple[int, ...]) -> float:
-        """Returns the seconds saved by running parameters' collectives beside kernels."""
+        """Returns the seconds saved by running parameters' collectives during kernels."""
         return math.fsum(
             saved(kernels, collectives, self.slowdown)
             for kernels, collectives in self.side_by_side(choice)
         )
 
     def seconds(self, choice: tuple[int, ...]) -> float:
-        """Returns the seconds of a choice, less those hidden beside kernels."""
+        """Returns the seconds of a choice, less those hidden by kernels."""
         return evaluate(self.problem, choice).cost - self.hidden(choice)
 
     def figures(self, choice: tuple[int, ...]) -> Prediction:
@@ -147,6 +147,6 @@ def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, No
         plan[name] = option.entry(graph, node)
         if option.storage is not None:
             leaf = graph[graph.template[node.inputs[0]]]
-            lies = tuple((leaf.type.shape, layout) for layout in option.storage.layouts)
-            plan[leaf.name] = NodePlan((), lies)
+            stored = tuple((leaf.type.shape, layout) for layout in option.storage.layouts)
+            plan[leaf.name] = NodePlan((), stored)
     return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.errors import AutoparError, PlanError
 from autopar.intra_op.node_choices import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.states import lies_of
+from autopar.intra_op.states import allowed_storages
 from autopar.ir.graph import EXTEND, Graph, Node
 from autopar.ir.tensor import Layout
 from autopar.plan_entries import Shaped
@@ -20,7 +20,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
             layouts.
         StateError: an invalid state sharding.
     """
-    lies_of(plan.state or None, plan.precision, plan.mesh)
+    allowed_storages(plan.state or None, plan.precision, plan.mesh)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # checked with its share

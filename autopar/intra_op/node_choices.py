@@ -21,7 +21,7 @@ from autopar.plan_entries import NodePlan
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of a problem node: layouts for each IR node that it stands for, and its form."""
+    """One choice of a problem node: layouts for each of its IR nodes, and its form."""
 
     label: str
     operands: tuple[Layout, ...]
@@ -67,11 +67,11 @@ def input_layout(node: Node) -> Layout:
     return Layout((tuple(over.split(", ")), *[()] * (dims - 1)))
 
 
-Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
+AllowedStorages = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
 
 
 def parameter_options(
-    tensor: TensorType, mesh: Mesh, grad: bool, lies: Lies | None = None
+    tensor: TensorType, mesh: Mesh, grad: bool, allowed_storages: AllowedStorages | None = None
 ) -> tuple[Option, ...]:
     """Returns every "stored => used" choice of a parameter.
 
@@ -82,17 +82,21 @@ def parameter_options(
         tensor: its type.
         mesh: the devices.
         grad: whether it is trained.
-        lies: maps the layout in which the parameter is used, its type and the mesh to the possible
-            storages; by default `storages`.
+        allowed_storages: returns the possible storages, given the layout in which the parameter is
+            used, its type and the mesh; by default `storages`.
     """
     options: dict[Option, None] = {}
-    for storage in _every_storage(tensor, mesh, "RV" if grad else "V", lies or storages):
+    for storage in _every_storage(
+        tensor, mesh, "RV" if grad else "V", allowed_storages or storages
+    ):
         storage = storage if grad else storage.frozen(mesh.names)
         options[stored_option(storage, tensor)] = None
     return tuple(options)
 
 
-def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> Iterator[Storage]:
+def _every_storage(
+    tensor: TensorType, mesh: Mesh, whole: str, allowed_storages: AllowedStorages
+) -> Iterator[Storage]:
     """Yields storages of a parameter that is split along an axis, or one of the kinds `whole`."""
     dims = range(len(tensor.shape))
     kinds: list[tuple[int | None, str]] = [*((None, kind) for kind in whole)]
@@ -106,7 +110,7 @@ def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> It
         varying = tuple(a for a, (_, kind) in zip(axes, combination, strict=True) if kind == "V")
         used = Layout(tuple(split), varying=varying)
         if fits(used, tensor, mesh):
-            yield from lies(used, tensor, mesh)
+            yield from allowed_storages(used, tensor, mesh)
 
 
 def stored_option(storage: Storage, tensor: TensorType) -> Option:

@@ -75,9 +75,9 @@ def weighted(built: Built, weights: Sequence[float]) -> Problem:
     spare = 2.0 - built.slowdown
     nodes = []
     for node, name in zip(built.problem.nodes, built.names, strict=True):
-        for (kernels, beside), weight in zip(built.sides, weights, strict=True):
+        for (kernels, calls), weight in zip(built.sides, weights, strict=True):
             node = _cheaper(node, kernels.get(name), weight * spare)
-            for moved in beside:
+            for moved in calls:
                 node = _cheaper(node, moved.get(name), (1 - weight) * spare)
         nodes.append(node)
     return replace(built.problem, nodes=tuple(nodes))

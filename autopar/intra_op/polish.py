@@ -72,7 +72,7 @@ def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _plainly(new: Option, old: Option) -> bool:
-    """Returns whether both store a parameter alike, and only `old` leaves its gradient unsummed."""
+    """Returns whether both store a parameter equally, and only `old` keeps a partial gradient."""
     if new.storage is None or old.storage is None:
         return new.storage is old.storage
     states = ("held", "grads", "updated", "kept")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 
 from autopar.cost.model import Checked, CostModel
 from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
-from autopar.intra_op.memory.allocations import Around, Rows, amounts, around
+from autopar.intra_op.memory.allocations import OperandFacts, Rows, amounts, operand_facts
 from autopar.intra_op.node_choices import (
-    Lies,
+    AllowedStorages,
     Option,
     node_options,
     operand_types,
@@ -57,9 +57,9 @@ class Prices:
         self.collective = Reshardings(mesh, self.model.collective)
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
-        self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
+        self._allocated: dict[tuple[Hashable, OperandFacts, bool], Rows] = {}
         self._stored: dict[
-            tuple[TensorType, bool, Lies | Storage | None, int, Precision, Rule], Stored
+            tuple[TensorType, bool, AllowedStorages | Storage | None, int, Precision, Rule], Stored
         ] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
@@ -70,7 +70,7 @@ class Prices:
         self,
         tensor: TensorType,
         trained: bool,
-        lies: Lies | Storage | None,
+        allowed_storages: AllowedStorages | Storage | None,
         bucket: int,
         precision: Precision,
         rule: Rule,
@@ -80,19 +80,19 @@ class Prices:
         Args:
             tensor: its type.
             trained: whether it has a gradient.
-            lies: its possible storages, or the only one.
+            allowed_storages: its possible storages, or the only one.
             bucket: bytes of gradients or parameters that are sent together.
             precision: dtypes in which it is updated and its gradient sent.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = (tensor, trained, lies, bucket, precision, rule)
+        key = (tensor, trained, allowed_storages, bucket, precision, rule)
         if key not in self._stored:
             options = (
-                (stored_option(lies, tensor),)
-                if isinstance(lies, Storage)
-                else parameter_options(tensor, self.mesh, trained, lies)
+                (stored_option(allowed_storages, tensor),)
+                if isinstance(allowed_storages, Storage)
+                else parameter_options(tensor, self.mesh, trained, allowed_storages)
             )
             self._stored[key] = (
                 options,
@@ -154,13 +154,13 @@ class Prices:
 
         Callers must not modify the result.
         """
-        near, kind = around(graph, node, options_of), _kind(graph, node)
+        facts, kind = operand_facts(graph, node, options_of), _kind(graph, node)
         known = self._choices.get(kind)
         if known is None or len(options) < known:
-            return amounts(graph, node, options, near, self.mesh, accelerator)
-        key = kind, near, accelerator
+            return amounts(graph, node, options, facts, self.mesh, accelerator)
+        key = kind, facts, accelerator
         if key not in self._allocated:
-            self._allocated[key] = amounts(graph, node, options, near, self.mesh, accelerator)
+            self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]
 
     def _kernels(
@@ -182,13 +182,13 @@ class Prices:
         if not option.form:
             return forward, backward
         part, form = Part(node, types, option.operands, self.mesh), form_named(node.op, option.form)
-        turns, beside = form.turns(part), [
+        turns, calls = form.turns(part), [
             sum(map(self.model.collective, calls[alone:]))
             for calls, alone in zip(asked, form.alone(part), strict=True)
         ]  # fmt: skip
         return (
-            forward - hidden_in_turns(kernels[0], beside[0], turns, slowdown),
-            backward - hidden_in_turns(kernels[1], beside[1], turns, slowdown),
+            forward - hidden_in_turns(kernels[0], calls[0], turns, slowdown),
+            backward - hidden_in_turns(kernels[1], calls[1], turns, slowdown),
         )
 
 

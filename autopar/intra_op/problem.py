@@ -223,8 +223,8 @@ class Solution:
         solver: the solver's name.
         seconds: solving time.
         left: nodes that remained after reductions, if the solver reduces.
-        ended: what ended the search: "proof" of the gap, "work" or "time"; empty if it is no
-            search. Only a search that ended by time depends on the machine's speed.
+        ended: the reason for the end of a search: "proof" of the gap, "work" or "time"; empty if
+            the solver does not search. Only "time" depends on the machine's speed.
     """
 
     choice: tuple[int, ...]
@@ -333,7 +333,7 @@ def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
 def too_small(
     what: str, limit: float, need: float, held: Mapping[str, float], where: str = ""
 ) -> InfeasibleError:
-    """Returns an error that says how much memory is missing, and what takes the most.
+    """Returns an error that says how much memory is missing, and which tensors take the most.
 
     Args:
         what: opening words of the message, saying what does not fit.

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.errors import PrecisionError, StateError
-from autopar.intra_op.node_choices import Lies, behind, fits
+from autopar.intra_op.node_choices import AllowedStorages, behind, fits
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import Groups, StateSharding
@@ -155,7 +155,9 @@ class StateChoice:
         return tuple(dict.fromkeys(storages)) or (Storage(used, whole, whole, whole, whole),)
 
 
-def lies_of(state: str | StateSharding | None, precision: Precision, mesh: Mesh) -> Lies | None:
+def allowed_storages(
+    state: str | StateSharding | None, precision: Precision, mesh: Mesh
+) -> AllowedStorages | None:
     """Returns the function that restricts the storages of parameters, None if nothing does.
 
     Args:

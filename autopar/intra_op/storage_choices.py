@@ -24,12 +24,12 @@ from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
-from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
+from autopar.ir.update import LocalState, Rule, nbytes_in, owner_hops, states_of
 from autopar.ir.update.ownership import OWNERS
 
 
 @dataclass(frozen=True)
-class Away:
+class HostStateCost:
     """Optimizer state in host memory.
 
     Attributes:
@@ -46,18 +46,19 @@ class StoredCost:
     """One choice of a parameter, in seconds and bytes.
 
     Attributes:
-        seconds: its collectives for one microbatch, with its part of once-a-step costs.
-        beside: those that only the optimizer waits for, of its gradient; included in `seconds`.
+        seconds: its collectives for one microbatch, with its part of the costs once per step.
+        synchronised: collectives of its gradient for which only the optimizer waits; included in
+            `seconds`.
         fetched, refetched: gathering it for the forward and in the backward, overlapped with the
             previous block; included in `seconds`.
-        reduced: its gradient's collectives once a step; seconds of a whole step.
+        reduced: its gradient's collectives once per step; seconds of a whole step.
         gathered: gathering it after the optimizer has run; seconds of a whole step.
         nbytes: bytes by role; see `lifetimes.Role`.
         host: bytes in host memory.
     """
 
     seconds: float
-    beside: float
+    synchronised: float
     fetched: float
     refetched: float
     reduced: float
@@ -79,8 +80,8 @@ class StoredCost:
 
     @cached_property
     def _parts(self) -> tuple[float, ...]:
-        """Returns seconds by what hides them: nothing, the backward, the forward."""
-        behind = self.beside + self.refetched
+        """Returns the seconds that are exposed, hidden by the backward, hidden by the forward."""
+        behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
 
@@ -94,16 +95,16 @@ class StoredTraffic:
             type.
         states: returns its states, given whether they are in host memory, and whether a kernel
             updates parts in flat buffers.
-        apart: whether it is gathered separately for the forward and for the backward.
+        separate_gathers: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
-        residual: bytes of what compressed messages left out, for a step that is not made.
+        residual: bytes of the residuals of compressed messages that a skipped step must restore.
     """
 
     seconds: dict[str, float]
     nbytes: dict[str, float]
-    states: Callable[[bool, bool], tuple[Kept, ...]]
-    apart: tuple[bool, bool]
+    states: Callable[[bool, bool], tuple[LocalState, ...]]
+    separate_gathers: tuple[bool, bool]
     reducing: float
     at_end: bool
     residual: float
@@ -113,7 +114,7 @@ class StoredTraffic:
         microbatches: int,
         waits: bool,
         again: float = 0.0,
-        away: Away | None = None,
+        away: HostStateCost | None = None,
         fused: bool = False,
     ) -> StoredCost:
         """Returns the price of the choice.
@@ -132,28 +133,28 @@ class StoredTraffic:
         # A recomputed block gathers it for that, and then has it for the backward.
         totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
         shown = 0.0 if waits else 1 / microbatches
-        beside = shown * (totals["accumulate"] + totals["reduce"])
+        synchronised = shown * (totals["accumulate"] + totals["reduce"])
         fetched, refetched = shown * totals["forward"], shown * totals["backward"]
         used, updated = self.nbytes["used"], self.nbytes["updated"]
-        forward_apart, backward_apart = self.apart
-        beside_result = max(self.reducing - updated, 0.0)
+        forward_separate, backward_separate = self.separate_gathers
+        reduction_scratch = max(self.reducing - updated, 0.0)
         states = self.states(away is not None, fused)
         state, host = (nbytes_in(states, place) for place in ("device", "host"))
         coming = 0.0 if away is None else host * away.seconds
         nbytes: dict[Role, float] = {
             "leaf": self.nbytes["held"] + state + self.residual,
-            "gathered": self.nbytes["kept"] if forward_apart else 0.0,
-            "fetched": used if backward_apart else 0.0,
+            "gathered": self.nbytes["kept"] if forward_separate else 0.0,
+            "fetched": used if backward_separate else 0.0,
             "waiting": used,
-            "backward": 0.0 if self.at_end else beside_result,
-            "summed": beside_result if self.at_end else 0.0,
+            "backward": 0.0 if self.at_end else reduction_scratch,
+            "summed": reduction_scratch if self.at_end else 0.0,
             "gradient": updated,
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
             "update": 0.0 if fused else updated if away is None else away.share * (updated + host),
         }
         return StoredCost(
             (sum(totals.values()) + coming) / microbatches,
-            beside,
+            synchronised,
             fetched,
             refetched,
             totals["reduce"],
@@ -193,7 +194,7 @@ def stored_traffic(
     nbytes = {
         name: float(getattr(storage, name).local_bytes(type, mesh)) for name, type in types.items()
     }
-    apart = storage.held.dims != storage.kept.dims, storage.kept.dims != storage.used.dims
+    separate = storage.held.dims != storage.kept.dims, storage.kept.dims != storage.used.dims
     accelerator = mesh.device.lower() != "cpu"
     path = [hop for hop in hops if hop.when in REDUCED]
     # A CPU sums all gradients that need only an all_reduce at once.
@@ -207,17 +208,17 @@ def stored_traffic(
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
     states = partial(states_of, rule, storage, tensor, mesh, precision) if trained else _no_states
     residual = float(sum(hop.residual for hop in hops))
-    return StoredTraffic(seconds, nbytes, states, apart, max(levels), at_end, residual)
+    return StoredTraffic(seconds, nbytes, states, separate, max(levels), at_end, residual)
 
 
-def _no_states(away: bool, in_parts: bool) -> tuple[Kept, ...]:
+def _no_states(away: bool, in_parts: bool) -> tuple[LocalState, ...]:
     return ()
 
 
 def bucket_of(graph: Graph) -> int:
     """Returns the bytes of gradients or parameters sent together: a block, or a tenth of the model.
 
-    A block's bucket holds what FSDP gathers and reduces at once (arXiv:2304.11277, section 4).
+    A block's bucket holds the parameters of one FSDP unit (arXiv:2304.11277, section 4).
     """
     leaves = {leaf.name: leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad}
     blocks = [sum(leaves.get(n, 0) for n in repeat.iterations[0]) for repeat in graph.repeats]
@@ -228,13 +229,15 @@ def bucket_by_price(graph: Graph, mesh: Mesh, prices: CostModel) -> int:
     """Returns the bytes of gradients or parameters sent together, by measured prices.
 
     Tensors of many owners that share a call pay its latency once, and are copied into and out of a
-    common buffer. Where copies take longer than the calls that they save, buckets are smaller than
-    `bucket_of` says, down to one for each tensor. A typical call is a reduce_scatter over all axes.
+    common buffer. If copies take longer than the calls that they save, buckets are smaller than
+    `bucket_of` returns, down to one for each tensor. A typical call is a reduce_scatter over all
+    axes.
 
     Args:
         graph: graph with the parameters.
         mesh: the devices.
-        prices: of calls and copies, as measured; closed forms ignore what a host pays for a call.
+        prices: prices of calls and copies, as measured; closed forms ignore what a host pays for a
+            call.
     """
     most, axes = bucket_of(graph), tuple(axis.name for axis in mesh.axes if axis.size > 1)
     leaves = [leaf.type for leaf in graph.leaves("param") if leaf.requires_grad]
@@ -257,7 +260,7 @@ def bucket_by_price(graph: Graph, mesh: Mesh, prices: CostModel) -> int:
     return min([most, *reversed(smaller)], key=seconds) if axes else most
 
 
-def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
+def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> HostStateCost:
     """Returns the costs of optimizer state in host memory.
 
     Args:
@@ -267,7 +270,7 @@ def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
         waits: whether one bucket is written back before the next is read.
     """
     trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
-    return Away(
+    return HostStateCost(
         (2 if waits else 1) / (chip.host_bandwidth * chip.host_efficiency),
         min((1 if waits else IN_FLIGHT) * bucket / max(trained, 1), 1.0),
     )

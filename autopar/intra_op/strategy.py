@@ -32,7 +32,7 @@ class Strategy:
         parts: for each mesh axis its factor, two of them with TOGETHER in between, or NOTHING,
             PARTIAL or VARYING.
         operands, results: the layouts it needs and gives.
-        form: name of the implementation, "" for the operator as it is (see `operators/form.py`).
+        form: name of the implementation, "" for none (see `operators/form.py`).
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -88,7 +88,7 @@ def form_strategies(
 
     Args:
         node: an operator.
-        types: of the tensors that it reads.
+        types: types of the tensors that it reads.
         mesh: the devices.
 
     Raises:
@@ -145,8 +145,8 @@ class _Tensor:
 
     Args:
         rank: number of its dimensions.
-        effects: what each part does along its axis: the dimension that it splits, PARTIAL, VARYING
-            or NOTHING.
+        effects: the effect of each part along its axis: the dimension that it splits, PARTIAL,
+            VARYING or NOTHING.
     """
 
     def __init__(self, rank: int, effects: Mapping[str, int | str]) -> None:
@@ -168,7 +168,7 @@ class _Tensor:
 
 
 def _effect(part: str, dims: Dims, signature: Signature, operand: int | None) -> int | str:
-    """Returns what a part does to the operand with that number, or to a result, along its axis."""
+    """Returns the effect of a part along its axis on the operand of that number, or on a result."""
     if part == NOTHING:
         return NOTHING
     factors = part.split(TOGETHER)

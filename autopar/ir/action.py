@@ -22,9 +22,9 @@ Marks that an action may carry, in this order:
   `SYNC_BEGIN0.7/@node@rack`, `SYNC0.7/@gpu(wte.weight)`, `SYNC0.7/(wte.weight)` over all axes.
 
 Microbatches are numbered within a period of the schedule; `B2.-1` is the backward of the last one
-of the period before. An UPDATE with a number takes the gradients up to that microbatch, and
-concerns its own stage; one without ends a flushed step, and all ranks decide together whether it
-is made. SYNCs over copies that stand side by side in a row are one exchange, and so are UPDATEs
+of the previous period. An UPDATE with a number uses the gradients up to that microbatch, and
+updates its own stage. An UPDATE without a number ends a flushed step; all ranks decide together
+whether to apply it. Adjacent SYNCs over copies are one exchange, and so are adjacent UPDATEs
 without a number.
 """
 
@@ -41,7 +41,7 @@ COMPUTE: Final = ("F", "B", "I", "W")
 TRANSFER: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE = "SYNC", "SYNC_BEGIN", "SYNC_AWAIT", "UPDATE"
 _SUMS: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT)
-ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # what becomes of gradients
+ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # of gradients
 KINDS: Final = (*COMPUTE, *TRANSFER, *ENDING)
 ALL: Final = -(2**31)  # the microbatch of an action that concerns them all
 COPIES: Final = "copies"
@@ -52,18 +52,18 @@ _TEXT = re.compile(
     r"(?:(?P<way>[<>])(?P<other>\d+))?(?:/(?P<over>copies|(?:@[A-Za-z_]\w*)*)(?:\((?P<names>[^()\s]+)\))?)?\Z",
     re.ASCII,
 )
-_UNQUOTED = "[]:-"  # in names of parameters, beside letters, digits, dots and underscores
+_UNQUOTED = "[]:-"  # in names of parameters, in addition to letters, digits, dots and "_"
 
 
 class Action(NamedTuple):
-    """One action; `str` gives what `parse` reads.
+    """One action; `parse` reads the result of `str`.
 
     Attributes:
         kind: one of KINDS.
         stage: number of the stage, from 0, that computes, sends or receives.
         microbatch: its number in the period, negative in those before; ALL for all of a step.
-        copy: which copy of the stage, from 0, where a schedule trains several (Chimera).
-        age: by how many updates the weights are older than the newest ones.
+        copy: number of the copy of the stage, from 0, where a schedule trains several (Chimera).
+        age: number of updates by which the weights are older than the newest ones.
         other: the stage at the other end of a transfer, where that is not a neighbour, else -1; see
             `partner`.
         over: of a SYNC, COPIES for that of parameters which several stages hold, axes of the mesh
@@ -95,7 +95,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
+        """Parses "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
 
         Raises:
             ScheduleError: the text is not an action.

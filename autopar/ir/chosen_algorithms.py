@@ -33,9 +33,9 @@ class Algorithm:
     """An algorithm as a call names it.
 
     Attributes:
-        name: of the algorithm.
+        name: name of the algorithm.
         pieces: number of pieces of each chunk.
-        shape: the sizes of the levels; () for those of the axes.
+        shape: the sizes of the levels; () for the sizes of the axes.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Algorithm:
 
     @classmethod
     def parse(cls, text: str) -> Algorithm:
-        """Reads what `str` gives; CollectiveError for anything else."""
+        """Parses the result of `str`; CollectiveError for anything else."""
         match = _ALGORITHM.fullmatch(text)
         shape = tuple(map(int, match[3].split("x"))) if match and match[3] else ()
         if match is None or not int(match[2] or 1) or not all(shape):
@@ -77,7 +77,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class ChosenRow:
-    """One row: calls of a kind over axes, from so many bytes on, run by an algorithm."""
+    """One row: calls of a kind over axes, from a number of bytes on, run by an algorithm."""
 
     kind: str
     axes: tuple[str, ...]
@@ -89,7 +89,7 @@ class ChosenRow:
 
     @classmethod
     def parse(cls, text: str) -> ChosenRow:
-        """Reads what `str` gives; CollectiveError for anything else."""
+        """Parses the result of `str`; CollectiveError for anything else."""
         match = _ROW.fullmatch(text)
         if match is None:
             raise CollectiveError(
@@ -154,8 +154,8 @@ class ChosenAlgorithms:
 
         Args:
             kind: the collective.
-            axes: over which it is.
-            nbytes: what each device brings to it.
+            axes: the mesh axes over which it runs.
+            nbytes: payload of each device before the call.
         """
         found = ""
         for row in self._rows.get((kind, frozenset(axes)), ()):

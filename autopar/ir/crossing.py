@@ -147,13 +147,13 @@ def gathers_of(tensor: TensorType, layout: Layout, mesh: Mesh) -> tuple[Step, ..
 def gathered(
     graph: Graph, node: Node, layout: Layout, mesh: Mesh
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns the collectives by which a stage's devices gather what other stages send them.
+    """Returns the collectives by which a stage's devices gather the values of other stages.
 
     Those of a received value run before the forward, those of the gradient of a sent value before
     the backward.
 
     Args:
-        graph: of the stage.
+        graph: graph of the stage.
         node: one of its nodes.
         layout: layout of the node's value.
         mesh: the stage's devices.

@@ -88,7 +88,7 @@ class Node:
         alias: name of the value whose storage the result shares, None for fresh storage.
         saved: names of the values that autograd saves for this node's backward (inputs, itself).
         saved_types: types of saved tensors that are not graph values (statistics, masks).
-        part: what it does of the kernels that run it.
+        part: its part of the kernel that runs it.
     """
 
     name: str
@@ -222,7 +222,7 @@ class Graph:
         return name in self._by_name
 
     def root(self, name: str) -> Node:
-        """Returns the node whose storage a value uses: itself, or the one it is a view of."""
+        """Returns the node whose storage a value uses: its own, or that of which it is a view."""
         node = self[name]
         while node.alias is not None:
             node = self[node.alias]
@@ -294,7 +294,7 @@ class Graph:
 
     @cached_property
     def trained(self) -> Graph:
-        """The graph of a training step: all nodes but those in `aside`."""
+        """The graph of a training step: all nodes except for those in `aside`."""
         if not self.aside:
             return self
         nodes = tuple(node for node in self.nodes if node.name not in self.aside)

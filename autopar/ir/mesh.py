@@ -104,7 +104,7 @@ class Mesh:
     Attributes:
         device: name of the device; of a mesh with several parts, the names joined by " + ".
         axes: outermost first; a mesh with several parts has none of its own.
-        description: of a device that devices.toml does not have.
+        description: description of a device that is not in devices.toml.
         unlike: the parts of a mesh with unlike devices, each with one kind of device.
     """
 

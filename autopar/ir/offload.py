@@ -4,8 +4,8 @@ Optimizer state, masters of mixed precision and averages of parameters are copie
 bucket by bucket for the update and back afterwards; all computation stays on the device
 (ZeRO-Offload, Ren et al., arXiv:2101.06840, updates on the host instead). Tensors that a block
 saves for its backward are copied to the host after its forward and back before its backward (vDNN,
-Rhu et al., arXiv:1602.08124). In a run of blocks the recomputed ones come first, then the offloaded
-ones: the earlier a block runs, the longer its tensors would lie idle.
+Rhu et al., arXiv:1602.08124). In a run, the recomputed blocks come first, then the offloaded
+blocks: the earlier a block runs, the longer its tensors would be unused.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ NOTHING = Offload()
 def offloaded_runs(
     graph: Graph, offload: Offload, recompute: Mapping[str, Recompute]
 ) -> tuple[tuple[int, int], ...]:
-    """Returns for each run the first offloaded block and the one after the last.
+    """Returns for each run the first offloaded block and the block after the last.
 
     Raises:
         PlanMismatchError: there is no such run, or fewer blocks are left in it.
@@ -133,7 +133,7 @@ def offloaded_runs(
 
 
 def left_of(graph: Graph, offload: Offload, recompute: Mapping[str, Recompute]) -> Offload:
-    """Restricts the offload to blocks that are not recomputed, as those save little."""
+    """Restricts the offload to blocks that are not recomputed, since these save little."""
     blocks: dict[str, int] = {}
     runs = zip(run_names(graph), graph.repeats, of_runs(graph, recompute), strict=True)
     for name, repeat, how in runs:

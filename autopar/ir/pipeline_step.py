@@ -39,9 +39,9 @@ class Wiring:
     """Connections between the stages of a model.
 
     Attributes:
-        edges: which stage reads what which makes.
-        tied: for each stage the keys of the trained parameters that other stages hold too.
-        axes: for each stage the axes of its mesh with several devices; () if they do not matter.
+        edges: the producing and the reading stage of each transfer.
+        tied: for each stage, the keys of the trained parameters that other stages also hold.
+        axes: for each stage, the axes of its mesh with several devices; () if they do not matter.
     """
 
     edges: tuple[Edge, ...]
@@ -50,7 +50,7 @@ class Wiring:
 
     @classmethod
     def chain(cls, stages: int) -> Wiring:
-        """Each stage reads what the one before it makes, and none share parameters."""
+        """Returns the wiring of stages that each read from the previous one and share nothing."""
         return cls(tuple(Edge(n, n + 1) for n in range(stages - 1)), ((),) * stages)
 
     def needs(self, action: Action) -> tuple[tuple[Action, ...], ...]:
@@ -76,10 +76,10 @@ class Adjustment:
     """Corrections for stale weights (arXiv:1910.05124, section 3).
 
     Attributes:
-        delays: by how many updates the weights of each stage's forwards are behind, on average.
-        annealed: updates in which the learning rate of a stage, divided by its delay at first, gets
-            to what it is without; 0 leaves it alone.
-        decay: of the velocity by which backwards correct the weights, over a delay; 0 for none.
+        delays: mean age, in updates, of the weights of each stage's forwards.
+        annealed: number of updates over which the learning rate of a stage, initially divided by
+            its delay, rises to its usual value; 0 for no change of the learning rate.
+        decay: decay of the velocity by which backwards correct the weights; 0 for no correction.
     """
 
     delays: tuple[float, ...] = ()
@@ -105,11 +105,12 @@ class Step:
     """All that every rank does, transfers, synchronisation and updates included.
 
     Attributes:
-        rows: of the ranks, in the order in which each runs its actions, or posts them.
+        rows: rows of the ranks, in the order in which each runs its actions, or posts them.
         placement: `placement[copy][stage]` is the rank that holds that copy of that stage.
-        microbatches: in a period.
-        wiring: of the model.
-        queue: what the order of transfers is made for, see `inter_op/complete.py`.
+        microbatches: number in a period.
+        wiring: wiring of the model.
+        queue: the kind of queue for which the order of transfers is made, see
+            `inter_op/complete.py`.
     """
 
     rows: tuple[Row, ...]
@@ -133,7 +134,7 @@ class Step:
         return self.placement[action.copy][action.partner]
 
     def unrolled(self, periods: int) -> Step:
-        """These rows for so many periods from the first microbatch to the last, as one period."""
+        """Returns the rows of `periods` periods, with warm-up and drain, as one period."""
         rows = unrolled(self.rows, self.microbatches, periods)
         return Step(rows, self.placement, periods * self.microbatches, self.wiring, self.queue)
 
@@ -149,11 +150,11 @@ def flushes(rows: Sequence[Row]) -> bool:
 
 
 def unrolled(rows: Sequence[Row], microbatches: int, periods: int) -> tuple[Row, ...]:
-    """Returns rows of a period for so many periods, warm-up and drain included.
+    """Returns the rows of `periods` periods, including warm-up and drain.
 
     Args:
-        rows: of one period.
-        microbatches: in a period.
+        rows: rows of one period.
+        microbatches: number in a period.
         periods: in which new microbatches come; of a flushed schedule 1.
     """
     if flushes(rows) and periods == 1:
@@ -221,6 +222,6 @@ def in_update(rows: Sequence[Row]) -> dict[Placed, int]:
 
 
 def forwards(row: Row) -> Row:
-    """Returns what of a row evaluation runs: forwards of the period, and their transfers."""
+    """Returns the actions of a row that evaluation runs: forwards of the period, with transfers."""
     kept = ("F", *(kind for kind in TRANSFER if kind.endswith("F")))
     return tuple(a._replace(age=0) for a in row if a.kind in kept and a.microbatch >= 0)

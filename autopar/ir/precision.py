@@ -43,7 +43,7 @@ class Precision:
 
     Raises:
         PrecisionError: a name that is not a floating dtype, a master or sums narrower than
-            `compute`, an unknown method, or one that feeds errors back beside a scaled loss.
+            `compute`, an unknown method, or error feedback together with a scaled loss.
     """
 
     compute: str = ""

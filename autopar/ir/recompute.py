@@ -1,14 +1,15 @@
 """Recomputation: blocks that recompute their activations in the backward instead of saving them.
 
-In a run of equal blocks the first ones may recompute, as their activations would be kept longest.
+In a run of equal blocks, the first blocks may recompute, since their activations are kept longest.
 "full" keeps only the inputs of a block (Chen et al., "Training Deep Nets with Sublinear Memory
 Cost", arXiv:1604.06174). "selective" also keeps the results of matrix products, convolutions and
 attention, which are expensive to compute (after Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198). "save linear:2 attention" keeps the
 results of these operators only, of linears every second one from the first on, as torchtitan's
-policy by operator does. "core" keeps all that the backward needs but what lies between the products
-of attention, or what fused attention keeps (arXiv:2205.05198, section 5). All rerun a block only as
-far as its backward needs: up to the last operator for which autograd saves a tensor.
+policy by operator does. "core" keeps everything that the backward needs except for the values
+between the products of attention, or those that fused attention saves (arXiv:2205.05198, section
+5). Every policy reruns a block only as far as its backward needs: up to the last operator for which
+autograd saves a tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Recompute:
 
 
 def is_kind(text: str) -> bool:
-    """Returns whether a text names what a recomputed block keeps."""
+    """Returns whether a text names a policy of recomputation."""
     first, *words = text.split(" ")
     return text in (*KINDS, CORE) or (first == SAVE and bool(words) and all(map(_every, words)))
 
@@ -88,7 +89,7 @@ def kept_products(nodes: Sequence[Node], kind: str) -> dict[str, bool]:
 
 
 def _core(nodes: Sequence[Node]) -> list[str]:
-    """Returns what lies between the two products of attention, or fused attention itself.
+    """Returns the operators between the two products of attention, or fused attention itself.
 
     The first product is one that a softmax reads through operators without products.
     """
@@ -110,7 +111,7 @@ def _core(nodes: Sequence[Node]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputedOperators:
     """The operators that a recomputed block runs a second time.
 
     Attributes:
@@ -126,32 +127,32 @@ class Again:
     last: str = ""
 
 
-def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
-    """Returns what a recomputation reruns; torch's checkpoint stops once nothing is missing."""
+def again(graph: Graph, repeat: Repeat, kind: str) -> RecomputedOperators:
+    """Returns the operators of a recomputation, which ends once all saved tensors are available."""
     nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
     if kind == CORE:
         return _again_core(nodes)
     kept = frozenset(name for name, keeps in kept_products(nodes, kind).items() if keeps)
     savers = [place for place, node in enumerate(nodes) if node.saved or node.saved_types]
     if not savers:
-        return Again(frozenset(), frozenset(), kept)
+        return RecomputedOperators(frozenset(), frozenset(), kept)
     last = nodes[savers[-1]]
     # Saved operands exist before it runs.
     runs = bool(last.saved_types) or last.name in last.saved
     reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
     once = kept | {node.name for node in nodes if node.op == WRITE}
     once |= frozenset() if runs else {last.name}
-    return Again(reached - once, reached, kept, last.name)
+    return RecomputedOperators(reached - once, reached, kept, last.name)
 
 
-def _again_core(nodes: Sequence[Node]) -> Again:
+def _again_core(nodes: Sequence[Node]) -> RecomputedOperators:
     """Returns the rerun of the core of attention, with all else that is saved kept."""
     core = frozenset(_core(nodes))
     wanted = {name for node in nodes for name in node.saved}
     wanted |= {name for node in nodes if node.name in core for name in node.inputs}
     kept = frozenset(node.name for node in nodes if node.name in wanted and node.name not in core)
     last = next((node.name for node in reversed(nodes) if node.name in core), "")
-    return Again(core, core, kept, last)
+    return RecomputedOperators(core, core, kept, last)
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:

@@ -30,12 +30,13 @@ _ORDER = "NIG"
 
 
 class Exchange(NamedTuple):
-    """One collective of a step, as far as it is known without a model.
+    """One collective of a step, independent of the model.
 
     Attributes:
         when: "forward", "backward", "accumulate" (each once per microbatch), "reduce" or "update".
         kind: all_gather, reduce_scatter or all_reduce.
-        over: "intra", the devices of a group; "inter", those at one place of every group; "global".
+        over: "intra", the devices of a group; "inter", the devices with the same index in every
+            group; or "global".
         state: "params" or "grads".
         times: number of runs in a step.
     """
@@ -137,7 +138,7 @@ class StateSharding:
         """PaRO's first principle: the optimizer state is split at least as far as the others.
 
         A device updates the parts whose optimizer state it has, so it must hold their gradients;
-        parameters beyond those it updates are gathered anyway. Of 27 shardings 14 are legal.
+        other parameters are gathered anyway. Of 27 shardings, 14 are legal.
         """
         finest = _ORDER.index(self.optimizer)
         return max(_ORDER.index(self.params), _ORDER.index(self.grads)) <= finest
@@ -302,7 +303,7 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _sent(call: Exchange, elements: float, groups: Groups) -> Volume:
-    """Returns what all devices send in one such collective over `elements`, by rings.
+    """Returns the volume that all devices send in one such collective over `elements`, by rings.
 
     A ring through n devices in g groups crosses from group to group g times and sends (n-1)/n of
     the elements over each of its links. Between groups, `size` rings send a part each. An

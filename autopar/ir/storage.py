@@ -16,9 +16,9 @@ an axis against mesh order begins a new call, so that `768@gpu@node` is gathered
 and then inside them, and scattered in the opposite order.
 
 `hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run.
-`Collective.compression` marks those that a precision compresses: gathers of `held` as int8 blocks,
-so that forward and backward use the same values, and the reductions of gradients. Nothing is
-rounded after the update, since the parameters of later steps would inherit the error.
+`Collective.compression` marks the collectives that a precision compresses: gathers of `held` as
+int8 blocks, so that forward and backward use the same values, and the reductions of gradients.
+Nothing is rounded after the update, since the parameters of later steps would inherit the error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Hop:
         dim: the dimension that is gathered or scattered, None for an all_reduce.
         times: number of runs in a step.
         whole: bytes of the parameter on the larger side.
-        further: how many hops behind it belong to the same compressed reduction.
+        further: number of following hops that belong to the same compressed reduction.
         residual: bytes that a compressed reduction keeps on this device for the next one.
     """
 
@@ -100,9 +100,9 @@ def rows(
 
     Args:
         items: the parameters, in order.
-        way: of one: its dtype and `Hop.way`s, which those of one row have in common.
-        nbytes: of one as operators use it.
-        bucket: bytes of which a row is full; the last that goes in may exceed them.
+        way: returns the dtype and `Hop.way`s of a parameter, which are equal within a row.
+        nbytes: returns the bytes of a parameter as operators use it.
+        bucket: bytes after which a row is full; the last parameter may exceed them.
     """
     ways: dict[object, list[list[Item]]] = {}
     for item in items:
@@ -156,11 +156,11 @@ class Storage:
 
     @classmethod
     def as_is(cls, layout: Layout) -> Storage:
-        """Returns the storage of a parameter that is used as it is stored, without collectives."""
+        """Returns the storage of a parameter that needs no collectives: one layout for all."""
         return cls(layout, layout, layout, layout, layout)
 
     def frozen(self, names: Sequence[str]) -> Storage:
-        """Returns where a parameter without a gradient lies: whole and varying differ no longer.
+        """Returns the storage of a parameter without a gradient, in which varying means whole.
 
         Args:
             names: the axes of the mesh, in order.
@@ -310,7 +310,7 @@ def compressed(hop: Hop, method: Method | None, sent: TensorType, mesh: Mesh) ->
             received = 2 * parts * message
     if received >= exact:
         return (hop,)
-    # Kernels read the gradient and the residual, write both, and pass over what is received.
+    # Kernels read and write the gradient and the residual, and read the received messages.
     moved = 4 * hop.whole + 2 * residual + 2 * received
     return tuple(
         replace(

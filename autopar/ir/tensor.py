@@ -87,7 +87,7 @@ def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
 def blocks(sizes: tuple[int, ...], extent: int) -> list[tuple[int, int]]:
     """Returns (start, length) of every block of `extent` elements split by axes, outermost first.
 
-    Blocks stand in the order of their elements.
+    Blocks are in the order of their elements.
     """
     found = [(0, extent)]
     for size in sizes:

@@ -1,6 +1,6 @@
 """Lowers a graph and a plan to a program: functions of lines over named variables.
 
-The emitter prints these lines, the simulator plays them, and all code that counts a plan's calls or
+The emitter prints these lines, the simulator runs them, and all code that counts a plan's calls or
 collectives reads them, so that a price and its program cannot disagree.
 
 | subject | file |

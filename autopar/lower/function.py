@@ -1,7 +1,7 @@
 """Writes the lines of one function: operators in execution order, with the resharding between them.
 
-A value that several readers want in one layout is resharded once. A resharded value reuses the
-variable of the old value if nothing reads that any more, which frees its memory.
+A value that several readers need in the same layout is resharded once. A resharded value reuses the
+variable of the old value if nothing reads the old value any more, which frees its memory.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from autopar.lower.lines import (
     LEAF,
     Assign,
     Bound,
-    Cite,
     Compute,
     Drop,
     Joined,
     Line,
     Move,
+    SourceLine,
     Sum,
     Use,
 )
 from autopar.lower.planned_layouts import Placed
 from autopar.lower.variables import IDENTITIES, Names
-from autopar.operators.exchange import across
+from autopar.operators.exchange import local_steps
 
 # Suffixes of the names of resharded values whose old value is still read.
 _SUFFIXES = {
@@ -126,7 +126,7 @@ class Writer:
     def _cite(self, source: Source) -> None:
         """Adds a line with the user's source, if it differs from the previous one."""
         if source.file and (source.file, source.line) != (self._source.file, self._source.line):
-            self.lines.append(Cite(source))
+            self.lines.append(SourceLine(source))
         self._source = source
 
     def add(self, node: Node) -> None:
@@ -147,7 +147,7 @@ class Writer:
         out = tuple(layout for _, layout in planned.results)
         operands = self.operands(zip(node.inputs, into, strict=True))
         types = tuple(self.graph[name].type for name in node.inputs)
-        wish, steps = self.names.wish(node), across(node, types, into, planned.form)
+        wish, steps = self.names.wish(node), local_steps(node, types, into, planned.form)
         borders = tuple(self.names.fresh(f"{wish}_halo") for _ in steps[:-1])
         target = ""  # it runs for its side effect
         if self._uses.get(node.name):
@@ -254,7 +254,7 @@ class Writer:
         parameters = iter(self.operands(self.placed.overlaps.parameters(overlap)))
         value, step, whole = overlap.value, overlap.step, f"{read.variable}.gathered"
         self._uses[value.name] -= 1
-        move = Move(value.name, value.type, step, read.variable, whole, beside=overlap.linears)
+        move = Move(value.name, value.type, step, read.variable, whole, overlapped=overlap.linears)
         # The backward's product adds up the gradients, which are concatenated for it.
         shared = (Sum(node, whole),) if node.op == overlapped.SHARE else ()
         self.hold(node.name, whole, step.dst)
@@ -265,7 +265,7 @@ class Writer:
             out = tuple(layout for _, layout in planned.results)
             operands = (whole, *(next(parameters) for _ in linear.inputs[1:]))
             target = self.names.fresh(self.names.wish(linear))
-            linears.append(Compute(linear, operands, into, out, target, apart=True))
+            linears.append(Compute(linear, operands, into, out, target, overlaps=True))
             self.hold(linear.name, target, out[0])
         self.lines.append(Joined((move, *shared, *linears, Drop(whole))))
         return True
@@ -286,8 +286,8 @@ class Writer:
         operands = self.operands(zip(node.inputs, overlap.operands, strict=True))
         target = self.names.fresh(self.names.wish(node))
         into, step = overlap.operands, overlap.step
-        compute = Compute(node, operands, into, (step.src,), target, apart=True)
-        move = Move(node.name, node.type, step, target, target, beside=(node,))
+        compute = Compute(node, operands, into, (step.src,), target, overlaps=True)
+        move = Move(node.name, node.type, step, target, target, overlapped=(node,))
         self.lines.append(Joined((compute, move)))
         self.hold(node.name, target, step.dst)
         return True

@@ -18,7 +18,7 @@ LEAF = "%"  # prefix of a leaf's name in place of a variable
 
 
 @dataclass(frozen=True)
-class Cite:
+class SourceLine:
     """The user's source line for the lines that follow."""
 
     source: Source
@@ -37,8 +37,8 @@ class Compute:
             several results are unpacked.
         borders: variables of the values that are first fetched from neighbours, one for each such
             call.
-        apart: whether its products overlap with a collective.
-        form: name of its implementation, "" for the operator as it is.
+        overlaps: whether its products overlap with a collective.
+        form: name of its implementation, "" for the operator without a form.
     """
 
     node: Node
@@ -47,7 +47,7 @@ class Compute:
     out: tuple[Layout, ...]
     target: str
     borders: tuple[str, ...] = ()
-    apart: bool = False
+    overlaps: bool = False
     form: str = ""
 
 
@@ -61,7 +61,7 @@ class Move:
         step: the collective in each direction, and the layouts before and after.
         source: the variable or leaf that is read.
         target: the variable that is written.
-        beside: the linears whose products overlap with it.
+        overlapped: the linears whose products overlap with it.
     """
 
     value: str
@@ -69,7 +69,7 @@ class Move:
     step: Step
     source: str
     target: str
-    beside: tuple[Node, ...] = ()
+    overlapped: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Assign:
         source: a variable, or the leaf of an input.
         target: a variable.
         value: the node whose value it is; "" at the start of a loop.
-        layout: of the value; None at the start of a loop.
+        layout: layout of the value; None at the start of a loop.
     """
 
     source: str
@@ -147,7 +147,7 @@ class Call:
     outside: tuple[str, ...]
 
 
-Line = Cite | Compute | Move | Use | Assign | Drop | Sum | Joined | Call
+Line = SourceLine | Compute | Move | Use | Assign | Drop | Sum | Joined | Call
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Bound:
     Attributes:
         variable: its name.
         value: the node whose value it holds.
-        layout: of the value.
+        layout: layout of the value.
     """
 
     variable: str
@@ -170,7 +170,7 @@ class Function:
     """Lines with the variables that they take and return.
 
     Attributes:
-        name: of the function in the program.
+        name: name of the function in the program.
         arguments: variables that a caller passes.
         lines: in execution order.
         results: variables that it returns.

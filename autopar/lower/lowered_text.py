@@ -7,8 +7,8 @@
         fc = all_reduce %linear(fc) : [8@data, 16] +sum(gpu) -> [8@data, 16] | over gpu | ...
         return fc: %linear [8@data, 16]
 
-A line names the node of the graph that it computes or reshards; everything else stands in the
-graph. The functions of repeated blocks come first, then `forward`, then `aside` if there are
+A line names the node of the graph that it computes or reshards; the graph contains the rest of the
+information. The functions of repeated blocks come first, then `forward`, then `aside` if there are
 outputs that training does not need. Further attributes of a line follow `|`.
 """
 
@@ -27,7 +27,6 @@ from autopar.lower.lines import (
     Assign,
     Bound,
     Call,
-    Cite,
     Compute,
     Drop,
     Function,
@@ -35,6 +34,7 @@ from autopar.lower.lines import (
     Line,
     Lowered,
     Move,
+    SourceLine,
     Sum,
     Use,
 )
@@ -82,7 +82,7 @@ def _format_bounds(bounds: Iterable[Bound], graph: Graph) -> str:
 
 def _format_line(line: Line, graph: Graph) -> str:
     """Returns one line without its indentation."""
-    if isinstance(line, Cite):
+    if isinstance(line, SourceLine):
         return f"# {format_source(line.source)}"
     if isinstance(line, Compute):
         shapes = [graph[name].type.shape for name in line.node.inputs]
@@ -91,7 +91,7 @@ def _format_line(line: Line, graph: Graph) -> str:
         results = [tensor.shape for tensor in line.node.types]
         text = f"compute %{line.node.name}({', '.join(line.operands)})"
         text += f" : {_format_layouts(line.into, shapes)} -> {_format_layouts(line.out, results)}"
-        text += _attribute("borders", line.borders) + (" | apart" if line.apart else "")
+        text += _attribute("borders", line.borders) + (" | apart" if line.overlaps else "")
         text += _attribute("form", [line.form] if line.form else [])
         return f"{line.target} = {text}" if line.target else text
     if isinstance(line, Move):
@@ -127,7 +127,7 @@ def _format_move(line: Move) -> str:
             parts = (call.kind, str(call.nbytes), str(call.quantised), *call.axes)
             text += _attribute(direction, parts)
             text += _attribute(f"{direction}-by", (call.algorithm,) if call.algorithm else ())
-    return text + _attribute("beside", [node.name for node in line.beside])
+    return text + _attribute("beside", [node.name for node in line.overlapped])
 
 
 def _attribute(name: str, values: Iterable[str]) -> str:
@@ -204,7 +204,7 @@ def _layouts(text: str) -> tuple[Layout, ...]:
 
 def _parse_line(line: str, graph: Graph) -> Line:
     if line.startswith("# "):
-        return Cite(parse_source(line[2:]))
+        return SourceLine(parse_source(line[2:]))
     if line.startswith("drop "):
         return Drop(line.removeprefix("drop "))
     if match := _LOOP.fullmatch(line):
@@ -233,10 +233,10 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     if match["word"] == "sum":
         return Sum(node, read)
     if match["word"] == "compute":
-        borders, apart = attributes.get("borders", ()), "apart" in attributes
+        borders, overlaps = attributes.get("borders", ()), "apart" in attributes
         into, out = _layouts(before), _layouts(after)
         form = " ".join(attributes.get("form", ()))
-        return Compute(node, _names(read), into, out, target, borders, apart, form)
+        return Compute(node, _names(read), into, out, target, borders, overlaps, form)
     if match["word"] == "use":
         return Use(node, Storage(*_layouts(before)), read, target)
     (src,), (dst,) = _layouts(before), _layouts(after)
@@ -249,8 +249,8 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     )
     axes = attributes.get("over", ())
     step = Step(match["word"], axes, dim, to_dim, src, dst, forward, backward)
-    beside = tuple(graph[name] for name in attributes.get("beside", ()))
-    return Move(node.name, node.type, step, read, target, beside)
+    overlapped = tuple(graph[name] for name in attributes.get("beside", ()))
+    return Move(node.name, node.type, step, read, target, overlapped)
 
 
 def _parse_collective(parts: tuple[str, ...], by: tuple[str, ...]) -> Collective:

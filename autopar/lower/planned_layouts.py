@@ -10,7 +10,7 @@ from autopar.cost.device import device
 from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Collective
-from autopar.ir.fusion.async_tensor_parallel import ASYNC, Beside, Overlaps
+from autopar.ir.fusion.async_tensor_parallel import ASYNC, OverlappableLinears, Overlaps
 from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import selective_runs
 from autopar.ir.resharding import Resharder, Reshardings
@@ -71,7 +71,7 @@ class Placed:
         plan = self.plan
         switched = ASYNC in plan.fuse
         return Overlaps(
-            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
+            OverlappableLinears(self.graph, selective_runs(self.graph, plan.recompute)),
             self.resharder,
             near(plan.mesh, device(plan.mesh)) if switched else (),
             lambda name: [layout for _, layout in self.planned(name).operands],

@@ -207,7 +207,7 @@ def _readers(graph: Graph, name: str) -> Iterator[str]:
 
 
 def _line(node: Node) -> tuple[str, int, str]:
-    """Returns the line of the user's code; several modules may stand in one line."""
+    """Returns the line of the user's code; one line may call several modules."""
     return node.source.file, node.source.line, node.source.text
 
 

@@ -1,8 +1,8 @@
-"""Computation of an expert between its products, as text: "mul(silu(gate), up)".
+"""The function between an expert's products, as text: "mul(silu(gate), up)".
 
-`gate` and `up` are the first products of an expert's rows, each [rows, inner]; the text is a
-function of them, element by element, in a few functions of torch. A name alone, "silu", stands for
-the gated form, silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202).
+`gate` and `up` are the first products of an expert's rows, each [rows, inner]. The text is an
+elementwise function of them, in a few functions of torch. A single name such as "silu" means the
+gated form, silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def activate(text: str, gate: Tensor | None, up: Tensor) -> Tensor:
     """Returns the value of the text, [rows, inner]; `gate` is None for experts without one.
 
     Raises:
-        GraphError: it cannot be read.
+        GraphError: the text cannot be parsed.
     """
     if text in ACTIVATIONS:
         value = ACTIVATIONS[text](up if gate is None else gate)
@@ -71,7 +71,7 @@ def _parsed(text: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def _compiled(tree: ast.expr) -> Callable[[dict[str, Any]], Any]:
-    """Returns a function of the values of `gate` and `up`; raises ValueError for anything else."""
+    """Returns the text as a function of `gate` and `up`; raises ValueError for other text."""
     match tree:
         case ast.Name(id="gate" | "up" as name):
             return lambda values: values[name]

@@ -2,9 +2,9 @@
 
     x = autopar.shard(x, "[b@data, s, h]")
 
-Outside autopar `shard` returns `x` itself. A captured model has it in the graph as the operator
-`autopar.shard`: the identity, in the given layout for both the value and its gradient. See `shard`
-in `shard_call.py` for the notation.
+Outside autopar, `shard` returns `x` itself. In the graph of a captured model it is the operator
+`autopar.shard`: the identity, with the given layout for both the value and its gradient. See
+`shard` in `shard_call.py` for the notation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Annotation:
         """Parses "[b@data, ?, 64] -sum(tensor)" for a tensor of `shape`.
 
         Raises:
-            AnnotationError: it cannot be read, has another number of dimensions or another size, or
-                names an axis twice.
+            AnnotationError: the text cannot be parsed, does not match the shape, or names an axis
+                twice.
         """
         match = re.fullmatch(r"\s*\[([^\]]*)\](.*)", text)
         if match is None:

@@ -1,12 +1,12 @@
 """Assumptions about a model's tensors, checked whenever the program runs.
 
-Where a branch only raises or repairs numbers (see branches.py), the trace skips it, and the graph
-keeps the condition beside a value that is used later:
+If a branch only raises an error or repairs numbers (see branches.py), the trace skips the branch,
+and the graph keeps its condition as an operand of a value that is used later:
 
     %h_1 = autopar.assume(%h, %all, True, 'model.py:7  if not (x > 0).all():')
 
-is %h, and raises an AssumptionError if %all differs from the assumption. The condition is whole on
-every device that computes it, so that they raise together.
+returns %h, and raises an AssumptionError if %all differs from the assumption. The condition is
+replicated on every device that computes it, so all devices raise the error together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.errors import AssumptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.operators.branches import ASSUME, Guard, guard
 
-_CHECK = "autopar.check"  # in a trace, before it is tied to a value
+_CHECK = "autopar.check"  # a check in a trace that is not yet attached to a value
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("check(Tensor condition, bool expected, str where) -> Tensor")
 _LIBRARY.impl(
@@ -35,7 +35,7 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
     """Returns the truth value that a traced tensor is assumed to have; None if undecidable.
 
     Args:
-        name, args: the torch function that asks, and its arguments.
+        name, args: the torch function that reads the value, and its arguments.
         frame: the calling frame.
         where: the user's line.
     """
@@ -44,7 +44,7 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
     condition = args[0]
     if name == "item" and condition.dtype is not torch.bool:
         return None
-    # torch._assert is traced as a whole, and runs where nothing observes it.
+    # torch._assert is traced as a single operator, whose call no mode observes.
     branch = Guard(True, True) if name == "_assert" else guard(frame)
     if branch is None:
         return None
@@ -56,10 +56,10 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
 
 
 def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
-    """Returns `x` if a condition is as expected.
+    """Returns `x` if a condition has the expected value.
 
     Raises:
-        AssumptionError: it is not.
+        AssumptionError: the condition has another value.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -75,10 +75,11 @@ def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
 
 
 def tie(graph: Graph) -> Graph:
-    """Returns `graph` with each check tied to a needed value, so that it runs.
+    """Returns `graph` with each check attached to a value that is needed, so that the check runs.
 
-    That is the last earlier floating value that is read later, in a repeated block one of the
-    block's own; else the first later one, or an output.
+    This is the last floating value before the check that is read after it (in a repeated block, a
+    value of the same block). If there is none, it is the first such value after the check, or an
+    output.
     """
     while (at := next((i for i, n in enumerate(graph.nodes) if n.op == _CHECK), None)) is not None:
         graph = _tied(graph, at)

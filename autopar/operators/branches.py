@@ -1,8 +1,8 @@
 """Analyses the source of branches in the user's code that depend on a tensor's value.
 
-Most of them are guards: they raise, warn, or repair numbers that are not finite. A model is
-captured as if these were not taken, and the program checks that they would not be (see assume.py).
-If both sides compute something, no choice is right for all values.
+Most of them are guards: they raise an error, warn, or repair numbers that are not finite. A model
+is captured as if the guards were not taken, and the program checks this assumption (see assume.py).
+If both sides of a branch compute something, the model cannot be captured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 ASSUME = "autopar.assume"  # the operator
-_HINTS = ("_detect_is_causal_mask",)  # in torch: a faster kernel, or a mask that says the same
+_HINTS = ("_detect_is_causal_mask",)  # in torch: selects a faster kernel, or an equivalent mask
 _NOT_FINITE = re.compile(r"\b(isinf|isnan|isfinite|isposinf|isneginf)\b")
 _TELLS = re.compile(r"warn|log|print")
 
@@ -27,7 +27,8 @@ class Guard:
 
     Attributes:
         value: the assumed truth value of the tensor.
-        checked: whether something else would be computed, or an error raised, otherwise.
+        checked: whether the program must check the assumption: the branch would raise an error or
+            compute something else.
     """
 
     value: bool
@@ -35,7 +36,7 @@ class Guard:
 
 
 def guard(frame: FrameType) -> Guard | None:
-    """Returns the assumption for the tensor whose truth value `frame` needs; None if impossible."""
+    """Returns the assumption for the tensor that `frame` converts to bool, or None."""
     code = frame.f_code
     if code.co_name in _HINTS and frame.f_globals["__name__"].startswith("torch."):
         return Guard(False, False)
@@ -44,7 +45,7 @@ def guard(frame: FrameType) -> Guard | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     conditions = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.Assert))]
-    # A jump has the position of another part; its condition was computed just before.
+    # The position of a jump is that of another part; the instruction before computes its condition.
     at = frame.f_lasti // 2
     asks = dis.opname[code.co_code[2 * at]].startswith(("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY"))
     for place in reversed([*code.co_positions()][: at + (not asks)]):
@@ -80,7 +81,7 @@ def _covers(node: ast.expr, place: tuple[int | None, ...]) -> bool:
 
 
 def _wanted(node: ast.If | ast.Assert) -> tuple[bool | None, bool]:
-    """Returns the outcome of a condition in the normal case, and whether it matters."""
+    """Returns the usual outcome of a condition, and whether the other outcome changes results."""
     if isinstance(node, ast.Assert) or (node.orelse and _raises(node.orelse)):
         return True, True
     if _raises(node.body):
@@ -92,7 +93,7 @@ def _wanted(node: ast.If | ast.Assert) -> tuple[bool | None, bool]:
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Returns whether statements only end in an error."""
+    """Returns whether statements do nothing but raise an error."""
     return isinstance(body[-1], ast.Raise) and all(map(_is_plain, body[:-1]))
 
 

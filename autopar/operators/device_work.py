@@ -1,4 +1,4 @@
-"""Descriptions of the work of one device, the input of cost models."""
+"""Describes the work of one device, as input of cost models."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Convolved:
-    """Convolution that runs as a product of matrices.
+    """A convolution that runs as a matrix product.
 
     Attributes:
-        result: "forward", or what its gradient is of: "image" or "weight".
-        winograd: whether Winograd's transforms may save multiplications: of 3 x 3 pixels one apart.
+        result: "forward", or the operand whose gradient is computed: "image" or "weight".
+        winograd: whether Winograd's transforms may save multiplications: for 3 x 3 kernels with
+            stride 1 and dilation 1.
     """
 
     result: Literal["forward", "image", "weight"]
@@ -38,11 +39,11 @@ class Convolved:
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel on one device, with its FLOPs and bytes moved.
+    """One kernel on one device, with its FLOPs and the bytes that it moves.
 
-    `dtype` is that of the operands. `gemm` is the shape for matrix units, None on vector units.
-    `share` is the part of the kernel's time that this work takes, where several operators are one
-    kernel. `convolved` is set if the product is a convolution.
+    `dtype` is the dtype of the operands. `gemm` is the shape of the product on matrix units, None
+    on vector units. If one kernel computes several operators, `share` is this work's fraction of
+    the kernel's time. `convolved` is set if the product is a convolution.
     """
 
     op: str
@@ -56,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True)
 class NodeWork:
-    """The kernels of one operator run once: forwards, and backwards if it has a gradient."""
+    """The kernels of one run of an operator: its forward, and its backward if it has gradients."""
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()

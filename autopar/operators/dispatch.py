@@ -1,16 +1,16 @@
 """Expert parallelism: tokens travel to the devices of their experts, and results travel back.
 
 Tokens and experts are split over the same devices. A device sends each of its tokens once to every
-device that has some of its experts, with their numbers and weights. This is an all_to_all of
-unequal parts, whose lengths are exchanged first. Each device applies its experts to the tokens that
-arrive, sums the results of each token, and sends the sums back. No token is dropped and none is
-padded (as in MegaBlocks, arXiv:2211.15841; GShard, arXiv:2006.16668, section 3.2, has a capacity
-instead). Gradients travel the same way in the opposite direction, so the gradient of an expert is
-complete on its owner.
+device that holds experts of this token, with the numbers and weights of these experts. This is an
+all_to_all of unequal parts, whose lengths are exchanged first. Each device applies its experts to
+the tokens that arrive, sums the results of each token, and sends the sums back. No token is dropped
+and no row is padded (as in MegaBlocks, arXiv:2211.15841; GShard, arXiv:2006.16668, section 3.2,
+limits the capacity of experts instead). Gradients take the reverse path, so the gradient of an
+expert is complete on the device that holds it.
 
-Over several axes tokens take one hop for each group of axes: first to every node that has some of
-their experts, and from there to the devices inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
-A token thus crosses slow links once for each node.
+Over several axes, tokens take one hop for each group of axes: first to every node that holds
+experts of the token, and from there to the devices inside the node (DeepSeek-V3, arXiv:2412.19437,
+section 3.2.2). A token thus crosses slow links once for each node.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
     from autopar.operators.peer_devices import Peers
 
-ABSENT = -1  # the expert of a place whose expert is elsewhere
+ABSENT = -1  # expert number of a choice whose expert is on other devices
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One all_to_all: the devices along some axes, and which of them takes the rows of an expert.
+    """One all_to_all: the devices along some axes, and the receiver of each expert's rows.
 
     Attributes:
         peers: the devices.
-        takers: for each expert the number of the device's block among them; -1 if it is an expert
-            that no device of this dispatch has.
+        takers: for each expert, the number of the receiving device's block; -1 if no device of this
+            dispatch holds the expert.
     """
 
     peers: Peers
@@ -59,14 +59,14 @@ def takers(
     own: tuple[tuple[str, int], ...],
     size: int,
 ) -> tuple[int, ...]:
-    """Returns for each expert the block number, along `over`, of the devices that have it.
+    """Returns for each expert the block number, along `over`, of the devices that hold it.
 
     Args:
         mesh: the devices.
         axes: the axes that split the experts, outermost first.
-        over: those of them along which rows travel in this hop.
-        own: coordinates along the axes of `axes` on which rows do not travel at all.
-        size: the number of experts.
+        over: the axes among these along which rows are sent in this hop.
+        own: this device's coordinates along the axes among these over which no rows are sent.
+        size: number of experts.
     """
     result, layout, here = [-1] * size, Layout((axes,)), dict(own)
     for place in product(*(range(mesh.axis_size(axis)) for axis in axes)):
@@ -90,16 +90,16 @@ def dispatched(
     first: int,
     kernels: bool = False,
 ) -> Tensor:
-    """Returns what the experts of the hops contribute to this device's tokens.
+    """Returns the contribution of all experts to this device's tokens.
 
-    Every device takes part in every hop, also with no tokens at all.
+    Every device takes part in every hop, even if it has no tokens.
 
     Args:
         experts: this device's experts.
         x: tokens, [..., width].
-        ids: their experts, [..., k]; `ABSENT` for none.
-        weights: the weights of these, [..., k].
-        hops: how tokens get to their experts.
+        ids: expert numbers of the tokens, [..., k]; `ABSENT` for none.
+        weights: routing weights of these experts, [..., k].
+        hops: the hops of tokens to their experts.
         first: number of this device's first expert.
         kernels: as for `mixture`.
     """
@@ -126,13 +126,13 @@ def dispatched(
 
 
 def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
-    """Returns the all_to_all of tokens to their experts and back, and those of their numbers.
+    """Returns the all_to_alls of tokens, of expert numbers, and of results on the way back.
 
     All devices have equally many tokens; the device with the busiest experts determines the time.
 
     Args:
-        part: a mixture in layouts.
-        hops: the axes of each hop; none if no axis splits tokens and experts.
+        part: a mixture in given layouts.
+        hops: the axes of each hop; empty if no axis splits both tokens and experts.
     """
     named = by_name(part.node, range(len(part.types)))
     x, ids, weights = (part.operand(named[name]) for name in ("x", "ids", "weights"))
@@ -153,16 +153,16 @@ def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
 
 
 def arrivals(experts: int, parts: Sequence[float], k: int) -> float:
-    """Returns the number of devices to which a token goes, if all were as busy as the busiest.
+    """Returns the mean number of devices to which a token is sent, scaled to the busiest device.
 
-    A device takes a token unless none of its k different experts is there. With equal shares that
-    is the hypergeometric probability, else the choices are taken as independent.
+    A device receives a token if it holds one of its k different experts. With equal shares, this
+    probability is hypergeometric; otherwise the choices are treated as independent.
 
     Args:
         experts: number of experts.
-        parts: the share of the rows of each device's experts; they sum to one, or less where
-            others' experts take the rest.
-        k: experts of a token.
+        parts: each device's share of the rows; the sum is less than one if experts outside this
+            dispatch take the rest.
+        k: number of experts of a token.
     """
     busiest = max(parts)
     own = busiest * experts

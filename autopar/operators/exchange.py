@@ -1,9 +1,9 @@
 """Operators that communicate when a dimension is split: their local calls, and their messages.
 
-Most operators run unchanged on shards. Those listed here need more if a dimension that they work
-along is split: an offset (an embedding table), a sum over all shards (softmax), or a neighbour's
-border (a convolution). On each device they become a call of a method of
-`autopar/operators/across.py`; `exchanged` returns the communication of that method, for prices.
+Most operators run unchanged on shards. The operators of this file need more if a dimension that
+they reduce or index is split: an offset (an embedding table), a sum over all shards (softmax), or a
+neighbour's border (a convolution). On each device they become a call of a method of
+`sharded_operators.py`; `exchanged` returns the communication of that method, for prices.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class _Look:
-    """Form on shards of an operator that looks into dimensions of an operand, mostly the first.
+    """The sharded call of an operator that reduces or indexes dimensions of an operand.
 
     Attributes:
-        method: method of `Across`.
-        dims: the dimensions it looks into, by node and operand types.
-        write: the arguments of the method except `axis` and `size`.
-        sized: whether the method needs the whole extent of the dimension.
-        operand: index of the operand.
-        forward, backward: its all_reduces: number of values per row, and their dtype ("" for that
-            of the operand, "wide" for that widened to at least f32). A row is one index into all
-            other dimensions.
+        method: method of `ShardedOperators`.
+        dims: returns these dimensions, given the node and its operand types.
+        write: returns the arguments of the method except `axis` and `size`.
+        sized: whether the method needs the global size of the dimension.
+        operand: index of the operand, usually the first.
+        forward, backward: its all_reduces: number of values per row, and their dtype: "" for the
+            operand's dtype, "wide" for that dtype widened to at least f32. A row is one index into
+            all other dimensions.
     """
 
     method: str
@@ -55,17 +55,17 @@ class _Look:
     operand: int = 0
 
 
-def across(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple[Node, ...]:
-    """Returns `node` as the steps of one device, if a dimension that it looks into is split.
+def local_steps(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple[Node, ...]:
+    """Returns the steps of one device for `node`, if it reduces or indexes a split dimension.
 
     Args:
         node: an operator with global shapes.
         types, operands: types and layouts of the tensors it reads.
-        form: name of its implementation; "" for the operator as it is.
+        form: name of its implementation; "" for the operator itself.
 
     Returns:
-        Nodes that call methods of `Across` ("mesh.embedding", with `axis`), the last named like
-        `node`; empty if the operator runs unchanged on its shards.
+        Nodes that call methods of `ShardedOperators` ("mesh.embedding", with `axis`). The last one
+        has the name of `node`. Empty if the operator runs unchanged on its shards.
     """
     if form:
         return (form_named(node.op, form).call(node, types, operands),)
@@ -90,7 +90,7 @@ def exchanged(
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the operator's own collectives under these layouts, forwards and backwards.
 
-    `form` names its implementation; "" for the operator as it is.
+    `form` names its implementation; "" means the operator itself.
     """
     if form:
         forward, backward = form_named(node.op, form).sends(Part(node, types, operands, mesh))
@@ -135,19 +135,19 @@ def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, .
 
 
 def _one(axes: tuple[str, ...]) -> Arg:
-    """Returns a single axis by its name, several as a tuple."""
+    """Returns one axis as its name, several axes as a tuple."""
     return axes[0] if len(axes) == 1 else axes
 
 
 def _axes(look: _Look, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
-    """Returns the mesh axes that split the dimensions that the operator looks into."""
+    """Returns the mesh axes that split the dimensions that the operator reduces or indexes."""
     return tuple(
         axis for dim in look.dims(node, types) for axis in operands[look.operand].dims[dim]
     )
 
 
 def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
-    """Returns the exchange of borders, then the operator without padding there."""
+    """Returns the exchange of borders, followed by the operator without padding at the borders."""
     steps: list[Node] = []
     value = node.args[0]
     split = {dim: halo for dim, halo in halos(node, types).items() if operands[0].dims[dim]}
@@ -166,7 +166,7 @@ def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]
 def _borders(
     node: Node, types: Types, operands: Layouts, mesh: Mesh
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Returns one message to each side that needs a border."""
+    """Returns one message for each side at which a border is needed."""
     shape = list(operands[0].local_shape(types[0].shape, mesh))
     calls = []
     for dim, halo in halos(node, types).items():
@@ -227,7 +227,7 @@ def _gather(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
 
 
 def _loss(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
-    """Returns aten's arguments of a labelled loss, without defaults."""
+    """Returns the arguments of a labelled loss, without those that have their defaults."""
     weight = argument(node, 2, "weight")
     reduction = argument(node, 3, "reduction", 1)
     kwargs: Kwargs = (("reduction", _REDUCTIONS[int(str(reduction))]),)

@@ -2,10 +2,10 @@
 
     "equal"              every expert as often as the others
     "zipf 0.8"           expert i in proportion to 1 / (i + 1) ** 0.8, popular ones side by side
-    "0.4 0.3 0.2 0.1"    these shares, which are made to sum to one
+    "0.4 0.3 0.2 0.1"    these shares, normalised to sum to one
 
-The busiest device sets the pace. With experts split over devices it has `imbalance` times the rows
-that it would have under equal load (the same figure as "max / mean load" in Wang et al.,
+The busiest device determines the time. If experts are split over devices, it has `imbalance` times
+as many rows as under equal load (the same figure as "max / mean load" in Wang et al.,
 "Auxiliary-Loss-Free Load Balancing", arXiv:2408.15664, plus one).
 """
 
@@ -31,8 +31,8 @@ class ExpertLoad:
     """A distribution of tokens over experts; prints as the text that `parse` reads.
 
     Attributes:
-        exponent: of Zipf's law; 0 is equal load.
-        measured: a share for each expert; empty for Zipf's law.
+        exponent: exponent of Zipf's law; 0 means equal load.
+        measured: the share of each expert; empty for Zipf's law.
     """
 
     exponent: float = 0.0
@@ -64,10 +64,10 @@ class ExpertLoad:
         return f"zipf {self.exponent:g}" if self.exponent else "equal"
 
     def shares(self, experts: int) -> tuple[float, ...]:
-        """Returns each expert's share of the rows; they sum to one.
+        """Returns each expert's share of the rows; the shares sum to one.
 
         Raises:
-            OptionError: it was measured of another number of experts.
+            OptionError: the load was measured for another number of experts.
         """
         if self.measured and len(self.measured) != experts:
             raise OptionError(
@@ -79,11 +79,11 @@ class ExpertLoad:
         return tuple(weight / math.fsum(weights) for weight in weights)
 
     def imbalance(self, experts: int, axes: Sequence[str], mesh: Mesh) -> float:
-        """Returns the rows of the busiest device relative to those of an average one.
+        """Returns the rows of the busiest device, relative to those of an average device.
 
         Args:
-            experts: their number.
-            axes: the axes that split them, outermost first.
+            experts: number of experts.
+            axes: the axes that split the experts, outermost first.
             mesh: the devices.
         """
         parts = self.parts(experts, axes, axes, mesh)
@@ -92,12 +92,12 @@ class ExpertLoad:
     def parts(
         self, experts: int, axes: Sequence[str], along: Sequence[str], mesh: Mesh
     ) -> list[float]:
-        """Returns the share of the experts of each group of devices with equal places along axes.
+        """Returns the share of the rows of each group of devices with equal coordinates.
 
         Args:
-            experts: their number.
-            axes: the axes that split them, outermost first.
-            along: those of them that tell the groups apart.
+            experts: number of experts.
+            axes: the axes that split the experts, outermost first.
+            along: the axes among these whose coordinates define a group.
             mesh: the devices.
         """
         shares, layout = self.shares(experts), Layout((tuple(axes),))
@@ -132,7 +132,7 @@ def imbalance(node: Node, up: TensorType, layout: Layout, mesh: Mesh) -> float:
 def part_shares(
     node: Node, up: TensorType, layout: Layout, mesh: Mesh
 ) -> Callable[[Sequence[str]], list[float]]:
-    """Returns a function from axes to the shares of the groups that they tell apart."""
+    """Returns a function from axes to the shares of the groups that these axes define."""
     load, axes = load_of(node), layout.dims[0]
     return lambda along: load.parts(up.shape[0], axes, along, mesh)
 
@@ -141,7 +141,7 @@ def with_load(graph: Graph, load: ExpertLoad) -> Graph:
     """Returns `graph` with mixtures whose prices assume a load.
 
     Raises:
-        OptionError: it was measured of another number of experts.
+        OptionError: the load was measured for another number of experts.
     """
     nodes = []
     for node in graph.nodes:

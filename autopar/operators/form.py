@@ -2,8 +2,8 @@
 
 For example, attention can gather keys or send them around a ring. A form has its own factor string,
 in which factors marked "~" are split inside the operator. It states its messages, its work and its
-memory, and the method of `mesh` that a program calls. `forms/` has one file for each. An operator
-without a form runs as its rule and `exchange.py` say.
+memory, and the method of `mesh` that a program calls. `forms/` contains one file for each form. An
+operator without a form runs as its rule and `exchange.py` say.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
         return TensorType(self.types[at].dtype, shape)
 
     def axes(self, at: int, dim: int) -> tuple[str, ...]:
-        """Returns the mesh axes that split a dimension of an operand; () if it has none such."""
+        """Returns the mesh axes that split a dimension of an operand; () if none does."""
         dims = self.operands[at].dims
         return dims[dim] if -len(dims) <= dim < len(dims) else ()
 
@@ -74,23 +74,25 @@ class Form:
     """One implementation of an operator.
 
     Attributes:
-        name: as plans and pins write it, "ring zigzag".
-        op: the operator, "aten.scaled_dot_product_attention".
-        spec: its factor string for a node with operands of some types, in the notation of
-            `intra_op/rule.py`; "" where it does not apply to such a node.
-        fits: whether it applies in given layouts.
+        name: its name in plans and pins, such as "ring zigzag".
+        op: the operator, such as "aten.scaled_dot_product_attention".
+        spec: returns its factor string for a node and its operand types, in the notation of
+            `intra_op/rule.py`; "" if it does not apply to such a node.
+        fits: returns whether it applies in given layouts.
         needs: requirements of `spec` and `fits`, as text for errors.
         method: name of the method of `mesh` that runs it.
-        run: that method; takes the mesh, then the arguments that `write` returns.
-        write: arguments and keywords of the call.
-        sends: its collectives forwards and backwards.
-        work: its kernels on the slowest device; None for those of the operator on shards.
-        scratch: bytes that live only while it runs, forwards and backwards.
-        turns: number of turns in which it computes; in all but the last, it also sends.
-        examples: on which it is proved, in addition to those of the operator's rule.
+        run: this method; takes the mesh, then the arguments that `write` returns.
+        write: returns arguments and keywords of the call.
+        sends: returns its collectives forwards and backwards.
+        work: returns its kernels on the slowest device; None if they are those of the operator on
+            shards.
+        scratch: returns the bytes that it holds only while it runs, forwards and backwards.
+        turns: returns the number of turns in which it computes; in all but the last, it also sends.
+        examples: examples for its proof, in addition to those of the operator's rule.
         together: pairs of factors that one axis may split at once, as in `OpRule`.
-        alone: number of its first collectives, in each direction, that overlap with no kernels.
-        meshes: on which it is proved, in addition to those of one axis and of two.
+        alone: returns the number of its first collectives, in each direction, that do not overlap
+            with kernels.
+        meshes: meshes for its proof, in addition to those with one and with two axes.
     """
 
     name: str
@@ -111,6 +113,6 @@ class Form:
     meshes: tuple[str, ...] = ()
 
     def call(self, node: Node, types: Types, operands: Layouts) -> Node:
-        """Returns `node` as one device runs it: a call of the method."""
+        """Returns the call of the method by which one device runs `node`."""
         args, kwargs = self.write(node, types, operands)
         return replace(node, op=f"mesh.{self.method}", args=args, kwargs=kwargs)

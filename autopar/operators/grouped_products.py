@@ -12,8 +12,8 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes, required by torch's own grouped product
 
 
-# Separate operators, because torch's grouped product supports neither float64 nor, for shapes
-# alone, float32; and because the number of an expert's rows cannot be traced.
+# These are operators of autopar, because torch's grouped product supports neither float64 nor, on
+# tensors without values, float32; and because the number of an expert's rows cannot be traced.
 @torch.library.custom_op("autopar::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiplies each expert's rows: x [rows, k], weight [experts, n, k], ends int32 [experts]."""

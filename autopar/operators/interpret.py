@@ -1,4 +1,4 @@
-"""Runs a Graph with torch: on real tensors, and on fake ones to see what autograd saves."""
+"""Runs a Graph with torch: on real tensors, and on fake tensors to observe what autograd saves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, UntypedStorage
 from autopar.errors import GraphError
 from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
-from autopar.operators.across import Across
 from autopar.operators.assume import assume
 from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import LOAD
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
+from autopar.operators.sharded_operators import ShardedOperators
 
 TORCH_DTYPES = {
     "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
@@ -100,7 +100,7 @@ def annotate(graph: Graph) -> Graph:
 
 
 def _counterparts(graph: Graph) -> dict[str, dict[str, str]]:
-    """Returns for each node of a later block: first block's name -> its own block's name."""
+    """Returns for each node of a later block a map from names of the first block to its own."""
     maps: dict[str, dict[str, str]] = {}
     for repeat in graph.repeats:
         first = repeat.iterations[0]
@@ -161,7 +161,7 @@ def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
 
 
 def _execute_fake(node: Node, results: Mapping[str, Any]) -> Any:
-    """Returns a node's value in fake tensors; as captured, if the CPU has no such kernel."""
+    """Returns a node's value as fake tensors; those of its captured types without a CPU kernel."""
     try:
         return execute(node, results, torch.device("cpu"))
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
@@ -205,7 +205,10 @@ def _piece(node: Node, value: Tensor) -> Tensor:
 
 
 def execute(
-    node: Node, results: Mapping[str, Any], device: torch.device, mesh: Across | None = None
+    node: Node,
+    results: Mapping[str, Any],
+    device: torch.device,
+    mesh: ShardedOperators | None = None,
 ) -> Any:
     """Returns the value of one operator node, as torch computes it.
 
@@ -228,7 +231,7 @@ def execute(
     if node.op.startswith("mesh."):
         return getattr(mesh, node.op.removeprefix("mesh."))(*args, **kwargs)
     if node.op.startswith(PREFIX):
-        # Importing them registers torch operators, which most graphs do not need.
+        # The import registers torch operators, which most graphs do not need.
         kernels = importlib.import_module("autopar.operators.kernels")
         return getattr(kernels, node.op.removeprefix(PREFIX))(*args, **kwargs)
     if node.op in ("autopar.share", "autopar.shard"):
@@ -250,8 +253,8 @@ def execute(
         name, first = function
         return find(name).apply(*args[first:])
     operator = _operator(node)
-    # Operators that create tensors must be given a device. Only their schema, which is private like
-    # the attribute, says which ones take one.
+    # Operators that create tensors need a device. Only the schema, a private attribute, shows which
+    # operators take one.
     takes_device = any(argument.name == "device" for argument in operator._schema.arguments)
     if takes_device and not node.inputs:
         kwargs["device"] = device

@@ -1,9 +1,9 @@
 """The kernels as graphs and generated programs call them.
 
-A kernel is found here by its name; those that are called otherwise than their files say have a
-function. Tensors that a kernel saves for its own backward are not results here. Importing this
-module registers the kernels as torch operators; on a GPU Triton's kernels run, elsewhere their
-references.
+Every kernel is an attribute of this module. A kernel with another signature here than in its file
+has a function below. Tensors that a kernel saves for its own backward are not results here.
+Importing this module registers the kernels as torch operators. On a GPU the Triton kernels run,
+elsewhere their references.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPS = torch.ops.autopar_kernels
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    """A kernel that is called as its file says, of which the first result is wanted."""
+    """Returns a function that calls a kernel with the signature of its file: its first result."""
     if name not in operators():
         raise AttributeError(f"there is no kernel {name}")
     return partial(_first, getattr(_OPS, name))
@@ -35,7 +35,7 @@ def _first(operator: Callable[..., Tensor | tuple[Tensor, ...]], *operands: obje
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x over the root of its mean square, times the weight."""
+    """Returns x divided by the root of its mean square, times the weight."""
     y: Tensor = _OPS.rms_norm(x, weight, eps)[0]
     return y
 
@@ -55,7 +55,7 @@ def add_layer_norm(
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Returns GELU in the tanh form, for which torch has one kernel."""
+    """Returns GELU in the tanh approximation, for which torch has one kernel."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -1,9 +1,9 @@
 """Localises operators: shape arguments become those of one device's part.
 
-Nearly every operator runs on shards with its global arguments, since sizes are taken from the
-operands. Those with explicit sizes (reshape, expand, full) need local ones, and those that look
-into a split dimension communicate (see exchange.py). Code generation prints the localised nodes and
-the proofs of the rules run them, so that exactly what is emitted is proved.
+Nearly every operator runs on shards with its global arguments, since it takes sizes from its
+operands. Operators with explicit sizes (reshape, expand, full) need local sizes, and operators that
+reduce or index a split dimension communicate (see exchange.py). Code generation prints the
+localised nodes, and the proofs of the rules run them, so the emitted code is what is proved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import Layout, TensorType
-from autopar.operators.exchange import across
+from autopar.operators.exchange import local_steps
 
 # Operator -> index of the argument with the shape of the result.
 SHAPE_ARGUMENT = {
@@ -45,14 +45,14 @@ def localise(
         node: an operator with global shapes.
         types, operands: global types and layouts of its operands.
         results: the layouts of its results.
-        extent: returns the local size of a dimension of given size that these axes split: a number,
-            or a symbol if it differs between devices.
-        form: name of its implementation; "" for the operator as it is.
+        extent: returns the local size of a dimension, given its size and the axes that split it: a
+            number, or a symbol if the size differs between devices.
+        form: name of its implementation; "" for the operator itself.
 
     Returns:
-        The steps, nearly always one; the last gives the results. Their `types` stay global.
+        The steps, nearly always one; the last one has the results. Their `types` stay global.
     """
-    steps = across(node, types, operands, form)
+    steps = local_steps(node, types, operands, form)
     if steps:
         return steps
     at = SHAPE_ARGUMENT.get(node.op)

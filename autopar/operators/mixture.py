@@ -1,17 +1,17 @@
-"""A mixture of experts as one operator: tokens go through their experts and back.
+"""A mixture of experts as one operator.
 
     %y = autopar.mixture(%gate, %up, %down, %x, %ids, %weights, "silu")
 
 computes, for every token t, sum over j of weights[t, j] * expert[ids[t, j]](x[t]), where an expert
 is down @ (act(gate @ x) * (up @ x)): Shazeer et al., "Outrageously Large Neural Networks"
 (arXiv:1701.06538, section 2), with the gated experts of Mixtral (arXiv:2401.04088, section 2.1).
-Experts may have no gates (None), biases (three more arguments) and other activations.
-Rows are sorted by expert, so that each expert multiplies its own (MegaBlocks, arXiv:2211.15841,
-section 4); no row is dropped and none is padded.
+Experts may have no gate (None), biases (three more arguments) and other activations. Rows are
+sorted by expert, so that each expert multiplies a range of rows (MegaBlocks, arXiv:2211.15841,
+section 4); no row is dropped and no row is padded.
 
-A device with some of the experts sums their results, which gives a partial sum. The number of its
-rows depends on the router; prices assume that all experts are chosen equally often, which a
-router's balancing loss encourages.
+A device that holds some of the experts sums their results, which gives a partial sum. The number of
+its rows depends on the router. By default, prices assume that all experts are chosen equally often,
+which a router's balancing loss encourages.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of some experts, and what they compute.
+    """Weights of some experts, and their activation.
 
     Attributes:
         gate, up: [experts, inner, width]; `gate` is None for experts without gates.
         down: [experts, width, inner].
-        act: the computation between the products, see `activation.py`.
-        biases: of gate and up, [experts, inner], and down, [experts, width]; each may be None.
+        act: the function between the products, see `activation.py`.
+        biases: biases of gate and up, [experts, inner], and down, [experts, width]; each may be
+            None.
     """
 
     gate: Tensor | None
@@ -58,7 +59,7 @@ class Experts:
         return self.up.shape[0]
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Returns [rows, width]: rows up to ends[0] through the first expert, and so on."""
+        """Returns [rows, width]: the first expert of rows up to ends[0], and so on."""
         from autopar.operators.activation import activate
 
         gates = None if self.gate is None else self._product(rows, self.gate, 0, ends)
@@ -90,7 +91,7 @@ def mixture(
         ids: the experts of every token, [..., k], from 0 up to `size`, or -1 for none.
         weights: weights of every token's experts, [..., k].
         first, size: the first local expert and the total number; by default all are local.
-        kernels: whether kernels gather, weight and sum rows, in at least float32.
+        kernels: whether autopar's kernels gather, weight and sum rows, in at least float32.
 
     Returns:
         A tensor like x, summed in the wider dtype of x and weights.
@@ -101,7 +102,7 @@ def mixture(
     chosen, places = ids.flatten().sort(stable=True)
     ranges = torch.arange(first, first + count + 1, device=ids.device)
     bounds = torch.searchsorted(chosen, ranges)
-    if 0 < count < size:  # rows of other experts come before and after
+    if 0 < count < size:  # rows of experts on other devices come before and after
         start, end = bounds[:: bounds.shape[0] - 1].tolist()
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
@@ -110,7 +111,7 @@ def mixture(
 
 
 def gathered(x: Tensor, places: Tensor, k: int, kernels: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the token of each place, [places, width], and what kernels need to add them up."""
+    """Returns the token of each sorted row, [places, width], and the index that `added` needs."""
     flat = x.flatten(0, -2)
     if not kernels:
         return flat[places // k], None
@@ -126,13 +127,13 @@ def added(
         return _added(given, inverse, weights.flatten(0, -2)).view(x.shape)
     given = given * weights.flatten()[places].unsqueeze(-1)
     tokens = places // weights.shape[-1]
-    # Unlike index_add, this is deterministic on every device, and its backward saves indices only.
+    # Unlike index_add, this is deterministic on every device, and saves only indices for backward.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
 
 
 def _taken(x: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
-    """Returns [places, width]: the token row of x for each of these places."""
+    """Returns [places, width]: the row of x of the token of each sorted row."""
     # Imported here because it registers torch operators, which most graphs do not need.
     from autopar.operators import kernels
 
@@ -156,7 +157,7 @@ def _inverse(places: Tensor, count: int) -> Tensor:
 
 
 def by_name(node: Node, values: Sequence[_Value]) -> dict[str, _Value]:
-    """Returns values of a mixture's operands by the names of these, of those that it has."""
+    """Returns the values of a mixture's operands by operand name, without absent operands."""
     given = [name for name, arg in zip(_ARGUMENTS, node.args, strict=False) if isinstance(arg, Ref)]
     return dict(zip(given, values, strict=True))
 
@@ -183,7 +184,7 @@ def dispatch_axes(node: Node, into: Sequence[Layout]) -> tuple[str, ...]:
 def rows_near(
     node: Node, types: Sequence[TensorType], into: Sequence[Layout]
 ) -> list[tuple[tuple[int, ...], Layout]]:
-    """Returns shapes and layouts of a mixture's row tensors, none for other operators.
+    """Returns shapes and layouts of a mixture's row tensors; () for other operators.
 
     Rows are split like tokens and like experts, assuming that experts are chosen equally often.
     """
@@ -207,7 +208,7 @@ def with_kernels(graph: Graph) -> Graph:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies rows [rows, n]: those up to ends[0] by the transpose of weight[0], and so on."""
+    """Multiplies rows [rows, n]: rows up to ends[0] by the transpose of weight[0], and so on."""
     from autopar.operators.grouped_products import grouped_linear
 
     product: Tensor = grouped_linear(x, weight, ends)

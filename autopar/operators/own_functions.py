@@ -2,8 +2,8 @@
 
     %y = function.models.bloom:GeLUFunction(%x, 2.0) : f32[8, 16] grad
 
-names the class by module and name, and has the arguments of its `apply`. The class itself runs,
-forward and backward, so it must be importable by this name wherever the program runs.
+names the class by module and name, and has the arguments of its `apply`. The program runs the
+forward and backward of the class itself, so it must be able to import the class by this name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Joint:
 
     Attributes:
         graph: its inputs are the operands and the gradients of results; it has no outputs.
-        operands, results: the values of the forward.
-        cotangents: for each result the value of its gradient, "" where it has none.
-        gradients: for each operand the value of its gradient, "" where it has none.
+        operands, results: names of the values of the forward.
+        cotangents: for each result, the name of its gradient; "" if it has none.
+        gradients: for each operand, the name of its gradient; "" if it has none.
     """
 
     graph: Graph
@@ -48,7 +48,7 @@ def find(called: str) -> Any:
     """Returns the class "module:Name".
 
     Raises:
-        ProgramError: there is no such class.
+        ProgramError: the class does not exist.
     """
     module, _, name = called.partition(":")
     try:

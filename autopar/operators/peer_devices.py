@@ -1,7 +1,7 @@
 """Devices along a split dimension, and differentiable functions across them.
 
-autograd does not see communication between devices, so each function defines both its forward
-communication and that of its gradient.
+autograd does not differentiate communication between devices, so each function defines both its
+forward communication and that of its gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Peers(Protocol):
     def stack(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts to stack the tensors of all devices, of equal shapes, along a new dimension 0.
 
-        What is returned waits for the stack.
+        Returns a function that waits for the stack and returns it.
         """
         ...
 
@@ -52,7 +52,7 @@ class Peers(Protocol):
         ...
 
     def order_of_blocks(self) -> Sequence[int]:
-        """Returns where `stack` has the tensor of the device with each part."""
+        """Returns, for each part, the index of its device's tensor in the result of `stack`."""
         ...
 
     def deal(
@@ -60,9 +60,9 @@ class Peers(Protocol):
     ) -> Callable[[], list[Tensor]]:
         """Starts to send tensors `sent[i]` to the device with part i.
 
-        At least one tensor is given, though it may be empty. What is returned waits for what the
-        others sent, and gives it as flat tensors, `takes[i]` elements from part i. Tensors for
-        this device itself are not copied: of them it gives an empty tensor.
+        At least one tensor must be given; it may be empty. Returns a function that waits for the
+        other devices' messages and returns them as flat tensors, `takes[i]` elements from part i.
+        Tensors for this device itself are not copied: their message is an empty tensor.
         """
         ...
 
@@ -78,13 +78,13 @@ class Peers(Protocol):
         ...
 
     def swap(self, x: Tensor) -> Tensor:
-        """Sends x[i] to device i; returns, in the same places, what each has sent."""
+        """Sends x[i] to device i; returns a tensor whose element i is the message of device i."""
         ...
 
     def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
-        """Sends the first sends[0] rows of x to device 0, the next to device 1, and so on.
+        """Sends the first sends[0] rows of x to device 0, the next sends[1] to device 1, and so on.
 
-        Returns the rows that arrive, takes[0] from device 0, and so on.
+        Returns the received rows: takes[0] from device 0, and so on.
         """
         ...
 
@@ -98,7 +98,7 @@ class Devices(Protocol):
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the elements of one tensor or more in a flat one, each copied once if at all."""
+    """Returns the elements of all tensors as one flat tensor; copies each at most once."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     row = tensors[0].new_empty(sum(x.numel() for x in tensors))
@@ -115,13 +115,13 @@ def widened(x: Tensor) -> Tensor:
 def summed(
     x: Tensor, peers: Peers, share: Tensor | float = 1.0, known: Tensor | None = None
 ) -> Tensor:
-    """Returns the sum over devices, or its `known` value; x gets `share` of the gradient."""
+    """Returns the sum over devices, or its `known` value; x gets `share` times the gradient."""
     total: Tensor = _Total.apply(x, peers, share, known)  # type: ignore[no-untyped-call]
     return total
 
 
 def softmax(x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
-    """Returns softmax, or its logarithm, over a dimension of which each device has a part."""
+    """Returns softmax, or its logarithm, over a dimension that is split over the devices."""
     result: Tensor = _Softmax.apply(x, dim, log, peers)  # type: ignore[no-untyped-call]
     return result
 
@@ -135,14 +135,14 @@ def cross_entropy(
     peers: Peers,
     size: int,
 ) -> Tensor:
-    """Returns one loss per label, for logits of whose classes each device has a part.
+    """Returns one loss per label, for logits whose classes are split over the devices.
 
     Args:
-        logits: logits of this device's classes, in dimension 1, or the only one.
-        own: each label's index in them, 0 where it is `elsewhere`.
-        elsewhere: whether another device has the label.
-        ignored: whether the label has no loss.
-        smoothing: the share of a label that is spread over all classes.
+        logits: logits of this device's classes, in dimension 1 or in the only dimension.
+        own: local class index of each label; 0 where the label is `elsewhere`.
+        elsewhere: whether another device holds the class of the label.
+        ignored: whether the label is ignored.
+        smoothing: label smoothing, the share of a label that is spread over all classes.
         peers: the devices.
         size: the total number of classes.
     """
@@ -153,7 +153,7 @@ def cross_entropy(
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers) -> Tensor:
-    """Returns x with elements of its neighbours before and after it, `fill` at the ends."""
+    """Returns x extended by elements of its neighbours on both sides, by `fill` at the ends."""
     result: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
     return result
 
@@ -161,9 +161,9 @@ def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
 def travelled(
     xs: tuple[Tensor, ...], sends: Sequence[int], takes: Sequence[int], peers: Peers
 ) -> tuple[Tensor, ...]:
-    """Returns the rows of each that arrive, see `Peers.rows`; gradients of rows travel back.
+    """Exchanges rows of several tensors, see `Peers.rows`; the backward returns their gradients.
 
-    All travel in one order in both directions, whatever else autograd does in between.
+    The tensors are sent in the same order in both directions, independent of autograd's order.
     """
     result: tuple[Tensor, ...] = _Travelled.apply(  # type: ignore[no-untyped-call]
         sends, takes, peers, *xs
@@ -200,7 +200,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Softmax(torch.autograd.Function):
-    """softmax and its logarithm: a maximum and a sum forwards, a sum backwards."""
+    """softmax and its logarithm; reduces a maximum and a sum forwards, a sum backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
@@ -226,7 +226,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """One loss per label: a maximum and two or three sums forwards, nothing backwards."""
+    """One loss per label; reduces a maximum and two or three sums forwards, nothing backwards."""
 
     @staticmethod
     def forward(
@@ -276,7 +276,7 @@ class _Halo(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.before, ctx.after, ctx.peers = dim, before, after, peers
         length = x.shape[dim]
-        # The previous device needs this one's first elements after its own.
+        # The previous device appends this device's first elements to its own.
         first, last = x.narrow(dim, 0, after), x.narrow(dim, length - before, before)
         head, tail = peers.neighbours(first, last)
         parts = [last.new_full(last.shape, fill) if head is None else head, x]

@@ -1,8 +1,8 @@
-"""Convolutions and pooling as sliding windows: the elements that shards need of their neighbours.
+"""Convolutions and pooling as sliding windows: the elements that a shard needs from its neighbours.
 
-Output o sees the inputs from o s - p to o s - p + d (k - 1), for kernel k, stride s, padding p and
+Output o reads the inputs from o s - p to o s - p + d (k - 1), for kernel k, stride s, padding p and
 dilation d. If the input is s times as long as the output, a device with the outputs [a, b) has the
-inputs [a s, b s) and lacks p before them and d (k - 1) + 1 - s - p after.
+inputs [a s, b s). It also needs p inputs before these and d (k - 1) + 1 - s - p after them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CEIL = {"max_pool": 5, "avg_pool": 4}
 
 @dataclass(frozen=True)
 class Halo:
-    """The inputs that a shard of one dimension needs before and after its own; negative if fewer.
+    """The inputs that a shard of one dimension needs in addition to its own.
 
     Attributes:
-        before, after: numbers of elements.
+        before, after: number of elements before and after its own; negative if it needs fewer.
         stride: inputs per output.
         fill: value beyond the ends.
     """
@@ -36,7 +36,7 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """The fewest outputs of a shard that needs only its direct neighbours."""
+        """The minimum number of outputs of a shard that needs only its direct neighbours."""
         return max(1, -(-max(self.before, self.after) // self.stride))
 
 
@@ -72,7 +72,7 @@ def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
 def without_padding(
     node: Node, value: Arg, types: tuple[TensorType, ...], dims: frozenset[int]
 ) -> Node:
-    """Returns the operator on `value`, which already has the borders along `dims`."""
+    """Returns the operator on `value`, which already contains the borders along `dims`."""
     kind, space = _kind(node)
     kernel, stride, padding, dilation = _window(node, types)
     first = len(types[0].shape) - space

@@ -1,1 +1,1 @@
-"""Passes that turn a captured graph into the one that is planned."""
+"""Passes that transform a captured graph into the graph that is planned."""

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.passes.verify import verify
 
-# Names of the first block may lack a number, and those in the second, too.
+# Names of the first block may lack a number, and so may names of the second.
 LEAST = 4
 _DIGITS = re.compile(r"(\d+)")
 _NAMES = re.compile(r"%\w+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|  # .*")

@@ -1,6 +1,6 @@
 """Replaces operators by fused kernels where patterns match.
 
-A pattern does not cross the boundary of a repeated block, so that all blocks stay alike.
+A pattern does not cross the boundary of a repeated block, so that all blocks remain equal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
 
 
 def _in_order(graph: Graph, nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """Returns the nodes in execution order: as they were, but each after what it reads."""
+    """Returns the nodes in their previous order, except that each comes after its operands."""
     placed: dict[str, Node] = {}
 
     def place(name: str) -> None:

@@ -28,7 +28,7 @@ REREAD = ("softmax", "log_softmax", "layer_norm", LOSS)
 
 
 def part_kernels(graph: Graph) -> Graph:
-    """Returns the graph with the part of every operator, and with what its kernels save."""
+    """Returns the graph with the part of every operator, and the tensors that its kernels save."""
     if graph.execution == AS_WRITTEN:
         return graph
     kernels = _Kernels(graph)
@@ -181,7 +181,7 @@ def _is_product(node: Node) -> bool:
 def _over_rows(node: Node) -> bool:
     """Returns whether an operator sums over all rows, as batch statistics do.
 
-    What needs the sum then begins when all rows have been read, and reads them again.
+    Operators that need the sum begin after all rows have been read, and read them again.
     """
     dims = argument(node, 1, "dim")
     if base(node.op) != "sum" or not isinstance(dims, tuple):
@@ -205,7 +205,7 @@ def behind(graph: Graph, name: str) -> Node:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A graph with the parts of its operators, and the kernels of those that share one."""
+    """A graph with the parts of its operators, and the kernels that several operators share."""
 
     graph: Graph
     parts: dict[str, Part]
@@ -230,7 +230,7 @@ class _Saved:
         return replace(self.graph, nodes=tuple(nodes))
 
     def _saved(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yields what each fused operator saves: what its kernel needs and it reads or writes."""
+        """Yields the tensors that each fused operator saves: its own among those of its kernel."""
         for group in self._groups():
             inside = {node.name for node in group if not self.parts[node.name].readers}
             wanted = {behind(self.graph, name).name for node in group for name in node.saved}

@@ -60,7 +60,7 @@ def _product(node: Node, editor: Editor) -> tuple[str, str, str | None] | None:
 
 
 def _transposed(name: str, editor: Editor) -> Node | Ref | None:
-    """Returns a parameter that is to be transposed, or the one whose transpose `name` is."""
+    """Returns the transpose of a parameter, or the parameter of which `name` is the transpose."""
     node = editor[name]
     if node.op == "param":
         return node

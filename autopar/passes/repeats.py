@@ -1,7 +1,7 @@
 """Finds runs of equal blocks by structure.
 
-Operators are compared in execution order. Two of them look alike if they have the same operator,
-literals, result types and operand types. For each period p the sequence is compared with itself
+Nodes are compared in execution order. Two nodes are alike if they have the same operator, literals,
+result types and operand types. For each period p the sequence is compared with itself
 shifted by p, in one vectorised comparison; where it looks alike for at least p operators there may
 be a run. Each candidate (a start, a period p and a number of blocks n) is then checked exactly.
 Every operand must be of one kind, the same in all blocks:
@@ -28,7 +28,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.passes.shares import Run, insert_shares
 
 _NONE = -(2**62)  # no operand
-# Cuts tried per period and number of blocks, those crossed by few values first.
+# Cuts tried per period and number of blocks, in ascending order of the values that cross them.
 _CUTS = 32
 
 Ints = NDArray[np.int64]

@@ -1,10 +1,10 @@
 """A pass that replaces mixtures of experts by one operator, which can be split.
 
-Sorting by expert moves a token's rows anywhere, so that no dimension between the sort and its
-inverse can be split. The mixture as a whole can be, see mixture.py. The pass matches transformers'
-`grouped_mm_experts_forward`, up to casts: in bfloat16 with torch's grouped product, in other dtypes
-with that of transformers; and rows that are sorted, cut by their counts and added up again.
-`expert_body.py` reads what an expert itself computes.
+Sorting by expert moves a token's rows to arbitrary places, so no dimension between the sort and its
+inverse can be split. The mixture as a whole can be split, see mixture.py. The pass matches
+transformers' `grouped_mm_experts_forward`, up to casts: in bfloat16 with torch's grouped product,
+in other dtypes with that of transformers; and rows that are sorted, cut by their counts and added
+up again. `expert_body.py` reads what an expert itself computes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Mixture:
     Attributes:
         total: the sum over a token's experts, in the dtype of its input.
         x, ids, weights: operands of the operator.
-        body: what an expert computes.
+        body: the computation of an expert.
     """
 
     total: str
@@ -88,10 +88,10 @@ class _Mixture:
 
 
 def find_mixtures(graph: Graph) -> Graph:
-    """Returns `graph` with each mixture as one operator, whose operands are gates and others apart.
+    """Returns `graph` with each mixture as one operator, which has separate operands for gates.
 
-    A parameter that holds both, one behind the other, becomes two pieces where it is whole and has
-    no other reader.
+    A parameter that holds the weights of gates and others, concatenated, becomes two pieces if it
+    is used whole and has no other reader.
     """
     ends = [node for node in graph.nodes if node.op in _PATTERNS]
     mixtures = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]

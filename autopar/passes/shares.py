@@ -147,7 +147,7 @@ class _Sharing:
         return None if carried is None else (number, block, carried)
 
     def _group(self, value: str, reader: str) -> tuple[str, Home]:
-        """Groups reads: those in the value's own block, and all others."""
+        """Returns the group of a read: inside the value's own block, or outside."""
         home = self.home.get(value, _OUTSIDE)
         return value, home if self.home.get(reader, _OUTSIDE) == home else _OUTSIDE
 

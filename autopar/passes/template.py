@@ -3,9 +3,9 @@
     %h = activation(%x) : ()
     %y = aten.mul.Tensor(%h, SCALE) : ()
 
-matches any y computed like this. A reference that no line defines stands for any value, a name in
-capitals for any argument, each the same in all places. An operator without a namespace stands for
-one of several. Casts of integers are ignored.
+matches any y computed in this way. A reference that no line defines matches any value, and a name
+in capitals matches any argument; equal names must match equal values. An operator without a
+namespace matches one of several operators. Casts of integers are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.graph_text import parse_graph
 
 
 class Pattern:
-    """A template, and the operators that its names without a namespace stand for.
+    """A template, and the operators that its names without a namespace match.
 
     Args:
         text: its lines, as in a graph; the last one is matched against a node.

@@ -29,7 +29,7 @@ def verify(graph: Graph) -> Graph:
 
 
 def names_are_unique(graph: Graph) -> Iterator[Fault]:
-    """Every node has a unique name, a Python identifier."""
+    """Checks that every node has a unique name, a Python identifier."""
     seen: set[str] = set()
     for node in graph.nodes:
         if not (node.name.isidentifier() and node.name.isascii()):
@@ -105,7 +105,7 @@ def storage_is_known(graph: Graph) -> Iterator[Fault]:
 
 
 def gradients_have_a_cause(graph: Graph) -> Iterator[Fault]:
-    """Only parameters, received values and values computed from them require a gradient."""
+    """Checks that only parameters, received values and their results require a gradient."""
     for node in graph.nodes:
         if node.requires_grad and node.op not in ("param", "received"):
             if not any(graph[name].requires_grad for name in node.inputs):
@@ -165,7 +165,7 @@ def blocks_read_alike(graph: Graph) -> Iterator[Fault]:
 
 
 def blocks_are_closed(graph: Graph) -> Iterator[Fault]:
-    """Only carried values leave a block other than the last; one share reads each in a block."""
+    """Checks that only carried values leave a block before the last, each read by one share."""
     results = {name for _, name in graph.outputs} | {graph.loss}
     for repeat in graph.repeats:
         ends = {repeat.iterations[0].index(end) for _, end in repeat.carried if end in graph}

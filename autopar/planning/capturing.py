@@ -153,8 +153,8 @@ class Call:
     def repeated(self, count: int) -> Call:
         """The call with `count` times as many samples.
 
-        Only tensors whose first dimension is that of the first tensor grow; others, as a mask that
-        all samples share, stay as they are.
+        Only tensors with the first dimension of the first tensor grow; other tensors, such as a
+        mask that all samples share, are unchanged.
 
         Raises:
             BatchError: no tensor has a dimension.
@@ -192,7 +192,7 @@ def capture_call(
 
     Args:
         call: the model and a batch.
-        options: of planning.
+        options: options of planning.
         trace: writes the graph after each pass.
         microbatches: None to prepare the graph of the whole batch; a number to normalise the graph
             of one microbatch, without shares and repeats.
@@ -224,7 +224,7 @@ def capture_graph(
     Args:
         model: the model.
         args, kwargs: arguments of a batch.
-        options: of planning.
+        options: options of planning.
         trace: writes the graph after each pass.
         passes: to apply, by default all; kernels are fused after the normalising ones.
         caches: calls the model with caches; None to call it as it is.

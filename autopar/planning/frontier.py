@@ -48,12 +48,12 @@ def frontier(plan: Callable[[float], P], shrink: float = SHRINK) -> Iterator[P]:
 
 
 @dataclass(frozen=True)
-class Together:
+class CombinedPlans:
     """Plans of models that take turns on the same devices.
 
     Attributes:
         plans: one for each of the models so far.
-        seconds: of one turn of all models.
+        seconds: seconds of one turn of all models.
         kept: bytes per device that they keep between their steps.
         passing: the most bytes per device that one of them needs in addition.
     """
@@ -64,7 +64,7 @@ class Together:
     passing: float = 0.0
 
     @classmethod
-    def of(cls, plans: Iterable[Plan]) -> Together:
+    def of(cls, plans: Iterable[Plan]) -> CombinedPlans:
         """Returns plans of models that run once in a turn."""
         return reduce(lambda together, plan: together.plus(plan, 1.0), plans, cls())
 
@@ -73,17 +73,17 @@ class Together:
         """Peak bytes per device."""
         return self.kept + self.passing
 
-    def plus(self, plan: Plan, calls: float) -> Together:
+    def plus(self, plan: Plan, calls: float) -> CombinedPlans:
         """Returns these plans and one of a further model, which runs `calls` times in a turn."""
         figures = plan.predicted
-        return Together(
+        return CombinedPlans(
             (*self.plans, plan),
             self.seconds + calls * figures.step_seconds,
             self.kept + figures.parameter_bytes,
             max(self.passing, figures.peak_bytes - figures.parameter_bytes),
         )
 
-    def dominates(self, other: Together) -> bool:
+    def dominates(self, other: CombinedPlans) -> bool:
         """Returns whether these plans are no worse in any respect."""
         return (
             self.seconds <= other.seconds
@@ -106,13 +106,13 @@ def fastest_together(
         limit: bytes per device.
 
     Raises:
-        InfeasibleError: no choice fits, or not even one model does; says what the models need.
+        InfeasibleError: no choice fits, or a single model does not; states the models' needs.
     """
     fastest = {name: _alone(name, plan, limit) for name, plan in plans.items()}
-    if Together.of(fastest.values()).peak <= limit:
+    if CombinedPlans.of(fastest.values()).peak <= limit:
         return fastest
     frontiers = {name: [*frontier(_within(limit, plan))] for name, plan in plans.items()}
-    choices = [Together()]
+    choices = [CombinedPlans()]
     for name, candidates in frontiers.items():
         often = calls.get(name, 1.0)
         longer = [choice.plus(plan, often) for choice in choices for plan in candidates]
@@ -121,7 +121,7 @@ def fastest_together(
         best = min(choices, key=lambda each: each.seconds)
         return dict(zip(plans, best.plans, strict=True))
     smallest = {name: candidates[-1] for name, candidates in frontiers.items()}
-    needs = Together.of(smallest.values()).peak
+    needs = CombinedPlans.of(smallest.values()).peak
     raise InfeasibleError(
         f"the models do not fit together into {format_bytes(limit)} a device",
         why=f"their smallest plans need {format_bytes(needs)}; they keep "
@@ -142,13 +142,13 @@ def _alone(name: str, plan: Callable[[float], Plan], limit: float) -> Plan:
 
 
 def _within(limit: float, plan: Callable[[float], Plan]) -> Callable[[float], Plan]:
-    """Returns a function that never asks for more than a limit."""
+    """Returns a planning function whose memory limit is at most `limit`."""
     return lambda most: plan(min(most, limit))
 
 
-def _undominated(choices: Sequence[Together]) -> list[Together]:
+def _undominated(choices: Sequence[CombinedPlans]) -> list[CombinedPlans]:
     """Returns the choices that no other one dominates."""
-    kept: list[Together] = []
+    kept: list[CombinedPlans] = []
     for choice in sorted(choices, key=lambda each: (each.seconds, each.kept, each.passing)):
         if not any(other.dominates(choice) for other in kept):
             kept.append(choice)

@@ -1,4 +1,4 @@
-"""Prices what kernels save: the operators that they replace, less the kernels themselves."""
+"""Prices the savings of kernels: the operators that they replace, minus the kernels themselves."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from autopar.stage_plan import StagePlan
 def savings(
     graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """Returns what each kernel saves that replaces several operators.
+    """Returns the savings of each kernel that replaces several operators.
 
-    The lines of the lowered program give the kernels, so the savings are those of the program that
-    runs.
+    The kernels are those of the lowered program, so the savings are those of the program that runs.
 
     Args:
         graph: the prepared graph.
         plan: its plan.
         table: sharding rules by operator.
-        prices: of kernels and collectives.
+        prices: prices of kernels and collectives.
 
     Returns:
         Kernel -> its uses, its first use, and the bytes and seconds that a device saves in a step.
@@ -108,7 +107,7 @@ def _exchanges(
     """
     count, first, saved = 0, "", list[Work]()
     for line, run in program.trained:
-        if not isinstance(line, Joined) or line.move.beside:
+        if not isinstance(line, Joined) or line.move.overlapped:
             continue
         ((node, step),) = ((operator.node, line.move.step) for operator in line.operators)
         times = _count(graph, run)
@@ -132,21 +131,21 @@ def linears(
         graph: its prepared graph.
         plan: its plan.
         table: sharding rules by operator.
-        prices: of kernels and collectives.
+        prices: prices of kernels and collectives.
 
     Returns:
         "async" -> the number of collectives, and the seconds that a device saves in a step.
     """
     recomputed, slowdown = of_runs(graph, plan.recompute), device(plan.mesh).slowdown
-    count, beside, seconds = 0, set[str](), 0.0
+    count, names, seconds = 0, set[str](), 0.0
     for line, run in program.trained:
-        if not isinstance(line, Joined) or not line.move.beside:
+        if not isinstance(line, Joined) or not line.move.overlapped:
             continue
         step, times = line.move.step, _count(graph, run)
         how = None if run is None else recomputed[run]
         again = 0 if how is None else how.blocks
         count += times
-        beside.add(line.move.beside[0].name)
+        names.add(line.move.overlapped[0].name)
         parts = plan.mesh.axis_size(step.axes[0])
         sides = [
             products(_work(o, graph, plan, table), graph[o.node.inputs[0]].requires_grad)
@@ -156,7 +155,7 @@ def linears(
             kernels = math.fsum(prices.compute(work) for each in sides for work in each[side])
             sent = 0.0 if call is None else prices.collective(call)
             seconds += plan.microbatches * often * hidden(kernels, sent, parts, slowdown)
-    first = next((_line(node) for node in graph.nodes if node.name in beside), "")
+    first = next((_line(node) for node in graph.nodes if node.name in names), "")
     return {ASYNC: Fused(count, first, 0.0, seconds)} if count else {}
 
 
@@ -169,7 +168,7 @@ def packed(graph: Graph, plan: StagePlan, prices: CostModel) -> StagePlan:
     Args:
         graph: the prepared graph.
         plan: its plan.
-        prices: of collectives.
+        prices: prices of collectives.
 
     Returns:
         The plan with these layouts changed.

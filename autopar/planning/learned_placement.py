@@ -16,14 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 HIDDEN = 64
 SAMPLES = 16  # placements drawn for one step
 RATE = 3e-3  # of Adam
 KEPT = 0.9  # weight of the past in the baseline
 CLIP = 1.0  # most norm of a gradient
-UNFIT = 10.0  # what a placement that does not fit counts, in seconds of all tasks
+UNFIT = 10.0  # cost of a placement that does not fit, relative to the seconds of all tasks
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _learn(problem: PlacementProblem, steps: int) -> Learned:
             devices = [0] * len(order)
             for v, device in zip(order, row, strict=True):
                 devices[v] = device
-            placed = play(problem, devices) if problem.fits(devices) else None
+            placed = simulate_placement(problem, devices) if problem.fits(devices) else None
             if placed and (best is None or placed.seconds < best.seconds):
                 best = placed
             seconds.append(placed.seconds if placed else worst)

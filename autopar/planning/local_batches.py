@@ -75,7 +75,7 @@ def capture_parts(
     Args:
         call: on this rank's part, or on the whole batch if `options.batches` is "global".
         part: the devices of one stage.
-        options: of the plan; `batches` selects the parts.
+        options: options of the plan; `batches` selects the parts.
         trace: writes the graphs to files.
         microbatches: see `capture_call`.
 

@@ -39,9 +39,9 @@ class Offer:
     """One way to train on all devices.
 
     Attributes:
-        plan: of all devices.
-        rounds: of replicas; None for one program.
-        tokens: in a batch of all devices.
+        plan: plan of all devices.
+        rounds: rounds of replicas; None for one program.
+        tokens: number in a batch of all devices.
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ def choose(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
     Args:
         call: the model and the batch of all devices.
         mesh: all devices.
-        options: of planning.
+        options: options of planning.
         trace: writes the table of all offers.
 
     Raises:
@@ -130,9 +130,10 @@ def offers(capture: Capture, mesh: Mesh, options: Options) -> list[Offer]:
     """Returns every way to train, the fastest first; with equal seconds, the least memory.
 
     Args:
-        capture: captures the model on the batch of one of so many replicas, for its mesh.
+        capture: captures the model on one replica's batch, given the number of replicas and its
+            mesh.
         mesh: all devices.
-        options: of planning.
+        options: options of planning.
 
     Raises:
         OptionError: the options search for stages.
@@ -186,7 +187,7 @@ def _apart(
         return  # the batch does not divide
     plans: dict[Update, Plan | None] = {}
     for outer, method in known:
-        update = method.beside(options.update)
+        update = method.added_to(options.update)
         alike = _unnamed(update, options.update)
         if alike not in plans:
             try:

@@ -24,11 +24,11 @@ class Rounds:
 
     Attributes:
         outer: how replicas synchronise.
-        replicas: their number.
+        replicas: number of replicas.
         shard_bytes: trained parameters of the device with most of them.
-        state_bytes: what the outer method keeps of them on a device.
-        price: of a round.
-        changes: what differs from data parallelism, a sentence.
+        state_bytes: bytes of the outer method's states on that device.
+        price: price of a round.
+        changes: a sentence on the difference from data parallelism.
     """
 
     outer: Outer
@@ -45,7 +45,7 @@ class Rounds:
         return f"{self.outer}{tau}"
 
     def text(self) -> str:
-        """Returns a paragraph on seconds, memory, and what is computed otherwise."""
+        """Returns a paragraph on seconds, memory, and the difference from data parallelism."""
         price = self.price
         where = "beside the next round" if price.hidden else "while devices wait"
         return (
@@ -59,8 +59,8 @@ class Rounds:
         )
 
 
-def apart(plan: Plan, outer: Outer | None, mesh: Mesh) -> Plan:
-    """Returns the plan of one replica as that of a mesh of them, with what it changes."""
+def with_local_rounds(plan: Plan, outer: Outer | None, mesh: Mesh) -> Plan:
+    """Returns the plan of all replicas, given that of one, with the outer method's changes."""
     return plan if outer is None else plan.under(outer, mesh, method_of(outer).CHANGES)
 
 
@@ -70,8 +70,8 @@ def rounds_of(
     """Returns the rounds of a plan of one replica.
 
     Args:
-        graphs: of the stages of a replica.
-        plan: of a replica.
+        graphs: graphs of the stages of a replica.
+        plan: plan of a replica.
         outer, method: how replicas synchronise.
         mesh: all devices.
 

@@ -1,4 +1,4 @@
-"""Chooses what to offload to host memory, if memory requires it.
+"""Chooses the tensors to offload to host memory, if memory requires it.
 
 Like recomputation, offloading is one decision with few values, so the planner branches on it: the
 rest is planned under each value. A value is skipped if even without a memory limit its plan is no

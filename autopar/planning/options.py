@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import OptionError
 from autopar.inter_op.schedules import check_allowed, computes_as_one
-from autopar.intra_op.node_choices import Lies
+from autopar.intra_op.node_choices import AllowedStorages
 from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.solvers import find
-from autopar.intra_op.states import lies_of
+from autopar.intra_op.states import allowed_storages
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.executed.execution import AS_WRITTEN, Execution
 from autopar.ir.mesh import Mesh
@@ -25,7 +25,7 @@ from autopar.ir.storage import Storage
 from autopar.ir.update import ADAMW, Update
 from autopar.operators.attention.document_lengths import UNKNOWN, DocumentLengths
 from autopar.operators.expert_load import ExpertLoad
-from autopar.plan_entries import Asked
+from autopar.plan_entries import SearchOptions
 from autopar.planning import offloading
 from autopar.stage_plan import StagePlan
 
@@ -43,7 +43,7 @@ class Options:
 
     Attributes:
         table: sharding rules by operator.
-        update: states that the optimizer keeps, and what it asks of a parameter's layout.
+        update: states that the optimizer keeps, and its requirements on a parameter's layout.
         whole: the mesh that contains the planned one, and that the calibration is for.
         fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
         stages: number of pipeline stages, or "auto" to search for the fastest pipeline.
@@ -161,12 +161,12 @@ class Options:
         return replace(recorded, **others)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SearchOptions:
         """The options that a plan records besides its layouts."""
-        names = [field.name for field in fields(Asked)]
+        names = [field.name for field in fields(SearchOptions)]
         given = {name: getattr(self, name) for name in names}
         own = {"execution": str(self.execution), "whole_loss": self.counted > 1}
-        return Asked(**{**given, **own})
+        return SearchOptions(**{**given, **own})
 
     @property
     def counted(self) -> int:
@@ -196,6 +196,6 @@ class Options:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, table={**table(), **state["table"]})
 
-    def lies(self, mesh: Mesh) -> Lies | None:
-        """Returns the storages that parameters may have, or None for all; see `lies_of`."""
-        return lies_of(self.state, self.precision, mesh)
+    def allowed_storages(self, mesh: Mesh) -> AllowedStorages | None:
+        """Returns the function that restricts the storages of parameters; None allows all."""
+        return allowed_storages(self.state, self.precision, mesh)

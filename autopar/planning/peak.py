@@ -26,17 +26,17 @@ def with_simulated(
     prices: CostModel,
     repeated: Repeated | None = None,
 ) -> StagePlan:
-    """Returns the plan with the figures that only a simulated step gives, if there is a backward.
+    """Returns the plan with the figures that only a simulated step provides, if it has a backward.
 
-    These are its peak memory, including what the allocator reserves. If the plan says how kernels
-    are executed, they are also the seconds of the update, and those in which the device waits for
-    its host; for a stage, its pipeline counts these.
+    These are its peak memory, including the allocator's reserve. If the plan specifies how kernels
+    are executed, they also include the seconds of the update, and the seconds in which the device
+    waits for its host; for a stage, its pipeline counts these.
 
     Args:
         graph: the prepared graph.
         plan: its plan.
         known: sharding rules by operator.
-        prices: of collectives, by which code generation chooses the steps of resharding.
+        prices: prices of collectives, by which code generation chooses the steps of resharding.
         repeated: for a stage, how often it runs; the peak then includes other microbatches and
             stages.
     """

@@ -24,7 +24,7 @@ def plan_model(call: Call, mesh: Mesh, options: Options, trace: Trace) -> Plan:
     Args:
         call: the model and a batch.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
         trace: writes intermediate values.
 
     Raises:

@@ -64,7 +64,7 @@ def make_plan(
     Args:
         graph: the prepared graph.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
         trace: writes the problem and the plan.
         repeated: for a stage, how often it runs in a step; the plan's predictions are then those of
             one microbatch, with its share of what a step does once.
@@ -111,7 +111,7 @@ class Planner:
         )
         self.prices = cost_model(mesh, options)
         self.known = known or Prices(mesh, self.prices)
-        self.lies = options.lies(mesh)
+        self.allowed_storages = options.allowed_storages(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
         self._in_update = self._microbatches if repeated is None else repeated.in_update
@@ -156,7 +156,7 @@ class Planner:
             slowdown=slowdown_of(self.mesh, options.execution),
             recompute=recompute,
             microbatches=self._in_update,
-            lies=self.lies,
+            allowed_storages=self.allowed_storages,
             bucket=self._bucket,
             precision=options.precision,
             offload=offload,
@@ -222,7 +222,7 @@ class Planner:
         )
 
     def _simulated(self, chosen: Fitted) -> Fitted:
-        """Returns a plan with what its kernels save, and with its simulated peak."""
+        """Returns a plan with the savings of its kernels, and with its simulated peak."""
         graph, rules = self.graph, self.options.table
         plan = packed(graph, chosen.plan, self.known)
         plan = replace(plan, fused=savings(graph, plan, rules, self.known))

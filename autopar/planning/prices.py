@@ -94,7 +94,7 @@ def limits_of(mesh: Mesh, options: Options) -> dict[str, float]:
 
 
 def by_kind(memory: float | Mapping[str, float], mesh: Mesh) -> Mapping[str, float]:
-    """Returns the bytes of every kind of device, given those of all or by `Mesh.kind`."""
+    """Returns the bytes of every kind of device, given one number or numbers by `Mesh.kind`."""
     return memory if isinstance(memory, Mapping) else {part.kind: memory for part in mesh.parts}
 
 
@@ -103,7 +103,7 @@ def check_prices(mesh: Mesh, options: Options, staged: bool) -> None:
 
     Args:
         mesh: all devices.
-        options: of planning.
+        options: options of planning.
         staged: whether each stage may have devices of its own.
     """
     if not staged:

@@ -22,7 +22,7 @@ from autopar.stage_plan import StagePlan
 PARTS = 2  # fractions of a run's blocks to try: halves
 REFINED = 2  # rounds that halve the step between fractions
 GAP = 5e-3  # relative gap of plans that are made to compare two values
-BEYOND = 1.1  # a problem that counts so many times the limit at least is not solved for comparison
+BEYOND = 1.1  # problems with at least this multiple of the limit are not solved for comparison
 
 Chosen = Mapping[str, Recompute]
 
@@ -61,7 +61,7 @@ def cheapest(
     Args:
         graph: the prepared graph with its repeats.
         wanted: "auto" searches; "none", a kind for all blocks, or a kind with a number of blocks
-            ("full 8", at most all of a run) is used as it is.
+            ("full 8", at most all of a run) is used unchanged.
         limit: bytes of a device.
         branch: returns planning under a decision.
 
@@ -118,7 +118,7 @@ class _Search:
             yield from ((kind, s) for s in (middle - step, middle + step) if 0 < s <= 1)
 
     def start_with_smallest(self) -> None:
-        """Plans with the least memory; if not even that fits, its error says what is missing."""
+        """Plans with the least memory; raises an error with the excess if that does not fit."""
         chosen = _of_all(self.graph, "full", 1.0)
         self.tried.add(key_of(chosen))
         self.best = self.branch(chosen).fitting(self.limit, GAP)

@@ -26,7 +26,7 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
         plan: the first plan.
         graph: the further call, with the same parameters, in another mode or on another batch;
             prepared, or only normalised if the plan is a pipeline.
-        options: of the first plan.
+        options: options of the first plan.
 
     Returns:
         The graph of the new plan, and the plan. Stages and their devices do not change.
@@ -103,8 +103,8 @@ def with_equal_blocks(graph: Graph, stored: Mapping[str, Storage]) -> Graph:
 def without_unread(graph: Graph) -> Graph:
     """Returns the graph without parameters and buffers that nothing reads.
 
-    An evaluation does not read all that training does, such as a batch norm's counter. No operator
-    tells in which stage it is stored.
+    An evaluation does not read all tensors of the training, such as a batch norm's counter. No
+    operator determines the stage that stores such a tensor.
     """
     results = {name for _, name in graph.outputs} | {graph.loss}
     nodes = tuple(
@@ -116,7 +116,7 @@ def without_unread(graph: Graph) -> Graph:
 
 
 def _reads_its_own(parts: Sequence[Graph], graph: Graph, ends: Sequence[str]) -> bool:
-    """Returns whether each stage of a graph, cut there, reads only what the same part stores."""
+    """Returns whether each stage of a graph, cut at `ends`, reads only parameters of its part."""
     if not {node.name for node in graph.nodes if not node.is_leaf}.issuperset(ends):
         return False
     try:

@@ -19,7 +19,7 @@ _MOST = 3  # other processes; batches are small, and each process loads torch
 
 
 class Workers:
-    """This process and others beside it, which end with it or with a `with` block.
+    """This process and worker processes, which end with it or with a `with` block.
 
     Args:
         others: number of other processes; None for one on each other core, up to three.
@@ -28,7 +28,7 @@ class Workers:
     def __init__(self, others: int | None = None) -> None:
         if others is None:
             others = min((os.cpu_count() or 1) - 1, _MOST)
-        self._others = [_Other() for _ in range(others)]
+        self._others = [_Worker() for _ in range(others)]
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -64,7 +64,7 @@ class Workers:
         self._others = []
 
 
-class _Other:
+class _Worker:
     """Another process, which runs one row of jobs at a time."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _Other:
 
 
 def _end(process: SpawnProcess) -> None:
-    """Ends a process, whose processor seconds then count among those of this one's children."""
+    """Ends a process; its processor seconds then count among those of child processes."""
     process.kill()
     process.join()
 

@@ -17,7 +17,7 @@ from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import part_of
 from autopar.runtime.calls.variant import Caches, Variant, variant_of, variant_over
-from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.checkpoint.contents import LocalTensor, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
@@ -28,7 +28,7 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.step_check import StepPart
 from autopar.runtime.update.update import Training, Update
 
 
@@ -51,7 +51,7 @@ class Executor:
         ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
 
-    apart = None  # it is one replica
+    independent = None  # it is one replica
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Executor:
 
         Args:
             program: the loaded program.
-            values: whole buffers and constants by name, for those that only it reads.
+            values: whole buffers and constants by name that only this program reads.
 
         Returns:
             The variant, for `step` and `forward`.
@@ -199,7 +199,7 @@ class Executor:
             variant.writes.settle()
         with part(PHASE, "optimizer"):
             everyone = self._everyone
-            seen = Seen(
+            seen = StepPart(
                 loss / everyone.size,
                 inputs[TOKEN],
                 inputs,
@@ -216,23 +216,23 @@ class Executor:
 
     @property
     def streams(self) -> str:
-        """See `Holder`: a step ends before the next one begins."""
+        """Returns "": a step ends before the next one begins, see `Holder`."""
         return ""
 
     def settle(self) -> None:
-        """No call is under way between two steps."""
+        """Does nothing: there is no work in flight between two steps."""
 
     def drain(self) -> None:
-        """Nothing is under way between two steps."""
+        """Does nothing: there is no work in flight between two steps."""
 
     def under_way(self) -> None:
-        """Nothing."""
+        """Returns None: there is no work in flight between two steps."""
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Never called, since nothing is under way in a program of its fingerprint."""
+        """Never runs, because a program with its fingerprint has no work in flight."""
 
     def meet(self, call: str, drain: bool = True) -> None:
-        """Compares a call with those of the other ranks, and waits for earlier steps.
+        """Compares a call with the calls of the other ranks, and waits for earlier steps.
 
         Raises:
             RanksDifferError: other ranks make another call.
@@ -290,7 +290,7 @@ class Executor:
     def _forward(
         self, variant: Variant, batch: Mapping[str, Tensor], outputs: bool = True
     ) -> dict[str, Tensor]:
-        """Returns the loss and the other outputs; without `outputs`, only those that are free."""
+        """Returns the loss and other outputs; without `outputs`, only outputs that cost nothing."""
         program = variant.program
         self.runtime.chosen = variant.chosen
         given = self.runtime.given(variant.writes.given)
@@ -320,7 +320,7 @@ class Executor:
         self.runtime.close()
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LocalTensor]:
         """This rank's shards of every parameter and buffer, for checkpoints."""
         return held_of(self.state, self.tensors, self.weights, self.update)
 
@@ -342,7 +342,7 @@ class Executor:
         return state.state_dict(self.tensors, weights.values, state.with_master)
 
     def wholes(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields parameters (their masters, if any) and buffers, whole and on every rank, in turn.
+        """Yields whole parameters (their masters, if any) and buffers one by one, on every rank.
 
         Args:
             names: those to yield, by the names under which they are stored.
@@ -351,7 +351,7 @@ class Executor:
         yield from state.gathered(self.tensors, values, state.with_master, names)
 
     def refresh(self) -> None:
-        """Recomputes the stored parameters from what the optimizer updates."""
+        """Recomputes the stored parameters from the tensors that the optimizer updates."""
         self.weights.cut()
         self.weights.gather()
         self.update.settle()

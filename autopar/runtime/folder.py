@@ -151,7 +151,7 @@ class OpenProgram:
     """A saved program on this device.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         example: the example batch.
         executor: runs the program.
     """

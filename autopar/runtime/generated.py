@@ -1,4 +1,4 @@
-"""A generated program as the runtime sees it: only this file reads what its module defines.
+"""The definitions of a generated program's module; only this file reads them.
 
 A module may be edited by hand. Required definitions are checked when it is loaded, optional ones
 get their defaults here, and the rest of the runtime reads typed fields.

@@ -35,7 +35,7 @@ class Event:
     """An event on one rank.
 
     Attributes:
-        row: of the timeline.
+        row: row of the timeline.
         kind: category.
         name: shown in the timeline.
         start, length: microseconds of the rank's own clock.
@@ -55,9 +55,9 @@ def profiled(path: str | Path | None, settle: Callable[[], None] = lambda: None)
     All ranks enter it with the same path; the first one writes.
 
     Args:
-        path: of the file.
-        settle: waits for calls that are under way between two steps: their threads must not meet a
-            profiler that starts or stops.
+        path: path of the file.
+        settle: waits for calls in flight between two steps, whose threads must not run while a
+            profiler starts or stops.
 
     Raises:
         ProgramError: the file cannot be written; raised on every rank.

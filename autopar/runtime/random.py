@@ -63,8 +63,8 @@ class Random:
 
     Args:
         comm: the mesh.
-        seed: of masks on devices other than the CPU, in addition to the CPU's generator; concurrent
-            meshes (stages of a pipeline) use different seeds.
+        seed: seed of masks on devices other than the CPU, in addition to the CPU's generator;
+            concurrent meshes (stages of a pipeline) use different seeds.
     """
 
     def __init__(self, comm: Communicator, seed: int = 0) -> None:
@@ -97,7 +97,7 @@ class Random:
 
         Args:
             p: probability of a zero.
-            text: dtype and global shape, "f32[8, 16]"; for attention those of its weights.
+            text: dtype and global shape, "f32[8, 16]"; for attention, of its weights.
             device: the tensor's device.
         """
         if p == 0.0:
@@ -131,7 +131,7 @@ class Random:
                 select keys.
             p: probability of dropping a weight.
             is_causal: whether query i sees only the keys up to i.
-            scale: of the scores; None for 1/sqrt(width).
+            scale: scale of the scores; None for 1/sqrt(width).
             layout: global shape and layout of the weights, [..., heads, queries, keys].
 
         Returns:
@@ -189,7 +189,7 @@ class Random:
 
         Args:
             device: the device whose generator is used.
-            layout: of the tensor; its sharded axes identify the shard.
+            layout: layout of the tensor; its sharded axes identify the shard.
             when: whether to do anything.
         """
         if not when:

@@ -136,7 +136,7 @@ def keep_products() -> Contexts:
 
 
 def keeping(*kept: bool) -> Callable[[], Contexts]:
-    """Returns what makes contexts for a block whose products are run once where `kept` says so.
+    """Returns a function that creates contexts for a block whose `kept` products run only once.
 
     Args:
         *kept: for each product and attention of the block, in order.

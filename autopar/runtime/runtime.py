@@ -20,7 +20,7 @@ from autopar.operators.assume import assume
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.fetch import Fetch
 from autopar.runtime.communication.refetch import Refetch, unpack
-from autopar.runtime.offload.activations import Stow
+from autopar.runtime.offload.activations import SavedTensorOffload
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import Parameter, Piece
 from autopar.runtime.parameters.shards import Weight, Weights
@@ -28,7 +28,7 @@ from autopar.runtime.random import Random
 from autopar.runtime.ranks.shared import Peers
 
 
-class Given(Mapping[str, Tensor]):
+class LocalParameters(Mapping[str, Tensor]):
     """Local parameters, of which some are collected from the place where they are first read.
 
     Autograd runs the latest node of a forward first. The gradient of a parameter that the program
@@ -72,7 +72,7 @@ class Runtime(Communicator):
         mesh: the grid.
         device: the device of this process.
         ranks: global ranks of the grid's devices, row-major; by default 0, 1, ...
-        seed: of random masks on devices other than the CPU.
+        seed: seed of random masks on devices other than the CPU.
         peers: the processes that construct it; by default all.
 
     Raises:
@@ -93,21 +93,23 @@ class Runtime(Communicator):
         self.device = device
         self.fetch = Fetch(self)
         self.random = Random(self, seed)
-        self.stow = Stow(device)
+        self.stow = SavedTensorOffload(device)
         self._writes: Writes | None = None  # of the running forward
 
     def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the local parameters as a program takes them.
 
         For a parameter that is used as stored, the program runs no collective. If it has a master,
-        its gradient is collected like those of others all the same, because it is accumulated in
+        its gradient is nevertheless collected like other gradients, because it is accumulated in
         another dtype.
         """
         if self.gradients is None or not torch.is_grad_enabled():
             return named
         known = self.gradients.weights
         collected = {k: known[id(tensor)] for k, tensor in named.items() if id(tensor) in known}
-        return Given(named, {k: w for k, w in collected.items() if not w.storage.moves}, self.use)
+        return LocalParameters(
+            named, {k: w for k, w in collected.items() if not w.storage.moves}, self.use
+        )
 
     @contextmanager
     def writing(self, writes: Writes) -> Iterator[None]:
@@ -138,7 +140,7 @@ class Runtime(Communicator):
 
     @contextmanager
     def saving(self, weights: Weights, batch: Iterable[Tensor]) -> Iterator[None]:
-        """Returns the context of a forward that saves parameters as their storage says."""
+        """Returns the context of a forward, which saves parameters in their storage layouts."""
         assert self.stow is not None
         staying = (*batch, *(weight.held for weight in weights.all))
         with self.fetch.forward(), self.stow.forward(staying):
@@ -196,7 +198,7 @@ class Received:
     Attributes:
         dtype: as in `autopar.ir.tensor.DTYPE_BYTES`.
         shape: global.
-        layout: of the value, and of its gradient, which is sent back.
+        layout: layout of the value, and of its gradient, which is sent back.
         gradient: whether there is one.
     """
 

@@ -29,7 +29,7 @@ def segmented(source: str) -> tuple[ast.Module, tuple[str, ...]]:
     """Splits a program into segments.
 
     Args:
-        source: a program that `emit` wrote. Statements of loops and branches stay as they are.
+        source: a program that `emit` wrote. Statements of loops and branches are unchanged.
 
     Returns:
         The syntax tree of the module, with the line numbers of `source`, and the names of the

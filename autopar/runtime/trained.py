@@ -41,7 +41,7 @@ class Trained(ABC):
 
     @property
     def scaler(self) -> Scaler | None:
-        """The loss scaler in float16, which also tells whether a step was skipped; else None."""
+        """The loss scaler in float16, which also shows whether a step was skipped; else None."""
         return self._ready().update.scaler
 
     @property
@@ -76,7 +76,7 @@ class Trained(ABC):
 
     @property
     def rounds(self) -> Report:
-        """Report on the last round of local updates, the same on every rank.
+        """The report of the last round of local updates, equal on all ranks.
 
         Its `loss` is the mean over replicas; `step` returns that of this rank's own.
 

@@ -60,7 +60,7 @@ class Running:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether to capture the step and replay it.
         shapes: number of batch shapes for which the session compiles training programs.
-        pad_to: lengths to which batches are padded; None to take them as they are.
+        pad_to: lengths to which batches are padded; None for no padding.
         evaluate: "anchor", "average" or "": the weights that replicas evaluate.
     """
 
@@ -79,7 +79,7 @@ class Compiled:
         plan: the plan.
         captured: the captured model; for a pipeline, on one microbatch and only normalised.
         sources: the generated Python of every stage.
-        facts: of the captured model; see `model_facts.py`.
+        facts: facts of the captured model; see `model_facts.py`.
     """
 
     plan: Plan
@@ -103,7 +103,7 @@ class Compiled:
             plan: its plan.
             options: sharding rules, and prices for comments.
             trace: writes the sources.
-            facts: of the model.
+            facts: facts of the model.
 
         Raises:
             PlanMismatchError: the plan is for another model or mesh.
@@ -160,7 +160,7 @@ class Compiled:
     def inputs(self) -> dict[str, str]:
         """The inputs of one microbatch: name -> dtype, global shape and layout.
 
-        Inputs that the runtime adds up are none of them.
+        Inputs that the runtime computes, such as counts, are not included.
         """
         return {
             leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
@@ -303,8 +303,8 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     """Returns the ranks and the rows of the stages of a plan.
 
     Args:
-        plan: of a pipeline.
-        wiring: of its stages.
+        plan: plan of a pipeline.
+        wiring: wiring of its stages.
 
     Raises:
         ScheduleError: the schedule does not exist for the plan's sizes.

@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
+from autopar.capture.nonpersistent_buffers import computed
 from autopar.capture.structure import Inputs, Structure
-from autopar.capture.unsaved import computed
 from autopar.errors import AutoparError, CheckpointError, ProgramError
-from autopar.files.checked_values import Fields, Row, Table, Text, Whole
+from autopar.files.checked_values import Fields, Integer, Row, Table, Text
 from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
@@ -52,8 +52,8 @@ class Contents:
     Attributes:
         plan: the plan.
         captured: the captured model.
-        sources: of every stage.
-        facts: of the model.
+        sources: sources of every stage.
+        facts: facts of the model.
         fingerprint: digest of all of these.
     """
 
@@ -160,7 +160,7 @@ def _head(place: Path) -> dict[str, Any]:
     """Returns the entries of compiled.toml; ProgramError if damaged or of another version."""
     where = str(place)
     fields = Fields(HEAD.toml(HEAD.text(place / MARKER), where), ProgramError, where)
-    version, made_with = fields.take("version", Whole()), fields.take("torch", Text())
+    version, made_with = fields.take("version", Integer()), fields.take("torch", Text())
     for what, old, new in (
         ("format", version, VERSION),
         ("torch", made_with, _torch_version()),

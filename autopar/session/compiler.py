@@ -18,7 +18,7 @@ from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
 from autopar.planning.local_choice import asks_for_local, choose
-from autopar.planning.local_rounds import apart
+from autopar.planning.local_rounds import with_local_rounds
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.plan_model import plan_captured, plan_model
@@ -40,7 +40,7 @@ class Compiler:
 
     Attributes:
         mesh: the devices.
-        options: of the plan.
+        options: options of the plan.
         plan: a plan to use instead of searching for one.
         outer: how replicas along independent axes synchronise; each runs a separate program on its
             part of the batch.
@@ -97,7 +97,7 @@ class Compiler:
         """Returns the program of another call, which reads parameters in the layouts of `first`.
 
         Args:
-            call: of the same model, in another mode or with another batch.
+            call: call of the same model, in another mode or with another batch.
             first: the program that stores the parameters.
             training: whether it trains. An evaluation without the arguments of the loss_fn has no
                 loss.
@@ -124,7 +124,7 @@ class Compiler:
         )
         return Compiled.of_all_ranks(
             replace(captured, graph=graph),
-            apart(further, first.plan.outer, self.mesh).on(self.mesh),
+            with_local_rounds(further, first.plan.outer, self.mesh).on(self.mesh),
             options,
             Trace(None),
         )
@@ -149,7 +149,7 @@ class Compiler:
         if plan is None and options.searches_stages:
             # Under a time limit, solvers may differ between ranks, so one rank plans for all.
             plan = from_first_rank(
-                lambda: apart(plan_model(call, inside, options, trace), outer, mesh)
+                lambda: with_local_rounds(plan_model(call, inside, options, trace), outer, mesh)
             )
         if plan is not None:
             options = replace(options, whole_loss=plan.stages[0].asked.whole_loss)
@@ -161,7 +161,9 @@ class Compiler:
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
             plan = from_first_rank(
-                lambda: apart(plan_captured(captured, inside, options, trace), outer, mesh)
+                lambda: with_local_rounds(
+                    plan_captured(captured, inside, options, trace), outer, mesh
+                )
             )
         else:
             plan.check(captured.graph, mesh)

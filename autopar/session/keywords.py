@@ -17,13 +17,13 @@ from autopar.errors import OptionError, PlanMismatchError
 from autopar.files.checked_values import (
     FLAG,
     NOTHING,
+    AnyOf,
     Check,
+    Instance,
+    Integer,
     Number,
-    Of,
-    Or,
     Row,
     Text,
-    Whole,
     checked,
 )
 from autopar.generation_plan import GenerationPlan
@@ -141,8 +141,8 @@ class PlanKeywords(AverageKeywords, total=False):
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its
             part of a batch. A given plan states its own method.
-        on_loss: with `outer`, what happens if a rank is lost: "continue" excludes its replica from
-            the averages, with a warning; "error", the default, stops all. It is part of `outer`.
+        on_loss: with `outer`, the reaction to a lost rank: "continue" excludes its replica from the
+            averages, with a warning; "error", the default, stops all. It is part of `outer`.
         trace: a folder to which the first rank writes the result of every planning step.
     """
 
@@ -217,52 +217,52 @@ class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
     """Options of the plan, of training and of running; all are optional."""
 
 
-_CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
-_PATH = Or((Text(4096), Of((Path,), "a path")))
+_CALLED = Instance((Callable,), "a function")  # type: ignore[arg-type]
+_PATH = AnyOf((Text(4096), Instance((Path,), "a path")))
+_PLAN = Instance((Plan, GenerationPlan), "a plan of autopar.plan or autopar.Plan.load")
+_NAMED = (Mapping, list, tuple)
 _WORD = Text(1000)
 _CHECKS: dict[str, Check] = {
-    "model": Of((nn.Module,), "a torch.nn.Module"),
-    "loss_fn": Or((NOTHING, _CALLED)),
-    "plan": Or(
-        (NOTHING, Of((Plan, GenerationPlan), "a plan of autopar.plan or autopar.Plan.load"))
-    ),
-    "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
+    "model": Instance((nn.Module,), "a torch.nn.Module"),
+    "loss_fn": AnyOf((NOTHING, _CALLED)),
+    "plan": AnyOf((NOTHING, _PLAN)),
+    "memory": AnyOf((NOTHING, _WORD, Number(0, 1e30))),
     "unknown_ops": _WORD,
-    "trace": Or((NOTHING, _PATH)),
-    "pins": Or((NOTHING, Of((Mapping, list, tuple), "a mapping or a list of pins"), _CALLED)),
-    "clip_norm": Or((NOTHING, Number(-1e30, 1e30))),
-    "rules": Of((list, tuple), "a list of rules"),
+    "trace": AnyOf((NOTHING, _PATH)),
+    "pins": AnyOf((NOTHING, Instance(_NAMED, "a mapping or a list of pins"), _CALLED)),
+    "clip_norm": AnyOf((NOTHING, Number(-1e30, 1e30))),
+    "rules": Instance((list, tuple), "a list of rules"),
     "solver": _WORD,
-    "calibration": Or((NOTHING, _PATH)),
+    "calibration": AnyOf((NOTHING, _PATH)),
     "recompute": _WORD,
-    "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
-    "microbatches": Whole(1, 2**20),
-    "accumulate": Whole(1, 2**20),
+    "stages": AnyOf((Integer(1, 2**20), Text(known=(AUTO,)))),
+    "microbatches": Integer(1, 2**20),
+    "accumulate": Integer(1, 2**20),
     "whole_loss": FLAG,
     "schedule": _WORD,
-    "global_batch": Or((NOTHING, Whole(1, 2**31))),
+    "global_batch": AnyOf((NOTHING, Integer(1, 2**31))),
     "allow": _WORD,
-    "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
-    "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
-    "gradients": Or((NOTHING, _WORD)),
-    "groups": Or((NOTHING, _CALLED)),
-    "ema": Or((NOTHING, Number(-1e30, 1e30))),
-    "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
-    "offload": Or((NOTHING, _WORD)),
-    "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "state": AnyOf((NOTHING, _WORD, Instance((StateSharding,), "an autopar.StateSharding"))),
+    "precision": AnyOf((NOTHING, _WORD, Instance((Precision,), "an autopar.Precision"))),
+    "gradients": AnyOf((NOTHING, _WORD)),
+    "groups": AnyOf((NOTHING, _CALLED)),
+    "ema": AnyOf((NOTHING, Number(-1e30, 1e30))),
+    "fuse": AnyOf((FLAG, _WORD, Instance(_NAMED, "a list or a mapping of patterns"))),
+    "offload": AnyOf((NOTHING, _WORD)),
+    "collectives": AnyOf((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "expert_load": Text(2**20),
     "documents": Text(2**20),
-    "execution": Or((_WORD, Of((Execution,), "an autopar.Execution"))),
+    "execution": AnyOf((_WORD, Instance((Execution,), "an autopar.Execution"))),
     "backend": _WORD,
     "batches": _WORD,
     "on_nonfinite": _WORD,
-    "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
+    "dump": AnyOf((NOTHING, _PATH, Instance((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
-    "shapes": Whole(1, 2**10),
-    "pad_to": Or((NOTHING, Row(Whole(1, 2**30)), Of((Padding,), "an autopar.Padding"))),
-    "evaluate": Or((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
-    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
-    "on_loss": Or((NOTHING, Text(known=("error", "continue")))),
+    "shapes": Integer(1, 2**10),
+    "pad_to": AnyOf((NOTHING, Row(Integer(1, 2**30)), Instance((Padding,), "an autopar.Padding"))),
+    "evaluate": AnyOf((NOTHING, Text(known=(ANCHOR, AVERAGE)))),
+    "outer": AnyOf((NOTHING, Text(1000), Instance((Outer,), "one of autopar.outer"))),
+    "on_loss": AnyOf((NOTHING, Text(known=("error", "continue")))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -306,7 +306,7 @@ def _keywords_of(known: type) -> frozenset[str]:
 
 
 def of_a_plan(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `compile` that `plan` takes, too; what it does not know stays."""
+    """Returns the arguments of `compile` that `plan` also takes, and all unknown arguments."""
     others = _keywords_of(TrainKeywords) - _keywords_of(PlanKeywords) | {"dump"}
     return {name: value for name, value in arguments.items() if name not in others}
 
@@ -321,7 +321,7 @@ def planning_options(
 
     Args:
         given: keywords by name; missing ones have their defaults.
-        optimizer: of the training.
+        optimizer: optimizer of the training.
         model: the model to train.
         plan: a given plan, which keeps its own precision and kernels.
 
@@ -354,7 +354,7 @@ def planning_options(
         batches=batches_of(plan, options["batches"]),
         execution=Execution.read(options["execution"]),
         collectives=collectives_of(plan, options["collectives"]),
-        update=update if outer is None else method_of(outer).beside(update, outer.goes_on),
+        update=update if outer is None else method_of(outer).added_to(update, outer.goes_on),
     )
 
 

@@ -39,7 +39,7 @@ class Modes:
         self._training = [module.training for _, module in self._modules]
         self._learning = [parameter.requires_grad for _, parameter in self._parameters]
         self._members = [list(module._modules.values()) for _, module in self._modules]
-        # Only numbers of torch's own modules; those of users' modules may be counters.
+        # Only numbers of torch's own modules; numbers of users' modules may be counters.
         self._numbers = [
             (name, vars(module), key, value)
             for name, module in self._modules

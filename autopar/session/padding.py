@@ -35,9 +35,9 @@ class Padding:
     """Lengths to which batches are padded at their end.
 
     Attributes:
-        lengths: increasing; a batch takes the first that it fits.
-        values: input -> what is added to it. Inputs that it names are padded without checks, so a
-            model without an attention mask, such as a causal one, names all of its inputs.
+        lengths: increasing; a batch takes the first length that is large enough.
+        values: input -> the padding value. The named inputs are padded without checks, so a model
+            without an attention mask, such as a causal one, names all of its inputs.
 
     Raises:
         OptionError: the lengths do not increase.
@@ -61,8 +61,8 @@ class Padding:
         """Returns the arguments of a call, padded.
 
         Raises:
-            BatchError: the batch is longer than all lengths, has an input of which nothing says how
-                it is padded, or the model takes no attention mask.
+            BatchError: the batch is longer than all lengths, has an input without a padding value,
+                or the model takes no attention mask.
         """
         signature = inspect.signature(model.forward).parameters
         names = [*signature][: len(args)]
@@ -85,7 +85,7 @@ class Padding:
         }
 
     def _length(self, given: Mapping[str, Any]) -> int:
-        """Returns the second dimension of the first input that says it."""
+        """Returns the length of the batch: the second dimension of its first known input."""
         known = (*self.values, *_MASKED, LABELS, MASK)
         for name in known:
             value = given.get(name)

@@ -1,7 +1,8 @@
 """Writes a session's weights as Hugging Face's `save_pretrained` does, a tensor at a time.
 
-All ranks gather one tensor after the other; the first rank keeps those of one shard until the shard
-is written. So no rank ever holds the whole model. Of a PEFT model only the adapter is gathered.
+All ranks gather one tensor after the other; the first rank keeps the tensors of one shard until the
+shard is written, so no rank ever holds the whole model. Of a PEFT model, only the adapter is
+gathered.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Shards:
 
     Args:
         folder: the folder, which exists.
-        stem: of the names of the files.
+        stem: stem of the names of the files.
         most: bytes of a file; a larger tensor has a file of its own.
         revert: converts the tensors of a file to the format of published checkpoints.
     """
@@ -114,7 +115,7 @@ class Pretrained(ABC):
             The folder.
 
         Raises:
-            ProgramError: the model is none of transformers or PEFT; or before the first batch.
+            ProgramError: the model is not from transformers or PEFT, or there was no batch yet.
             CheckpointError: on every rank, if the folder cannot be written.
             OptionError: the size cannot be parsed.
         """

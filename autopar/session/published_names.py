@@ -1,4 +1,4 @@
-"""Reads published checkpoints whose names are not those of a model of transformers.
+"""Reads published checkpoints whose names differ from those of transformers' models.
 
 Transformers lists for each model how the names of its published checkpoints become its own:
 renamings, and conversions such as the stacking of an expert's matrices. Here a stacked tensor is
@@ -26,7 +26,7 @@ class PublishedNames:
     """The names and forms of tensors in published checkpoints of a model.
 
     Attributes:
-        model: the user's model; others than those of transformers have no other names.
+        model: the user's model; only models of transformers have other published names.
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class PublishedNames:
         """Returns the tensors of a folder by the names of the model's state_dict.
 
         Args:
-            stored: the tensors by their names in the folder; those that the model has stay.
+            stored: the tensors by their names in the folder; names of the model are kept.
 
         Raises:
             CheckpointError: a tensor of the model is computed from those of the folder otherwise
@@ -71,7 +71,7 @@ class PublishedNames:
 
 
 def _keeps(converter: Any) -> bool:
-    """Returns whether a conversion leaves tensors as they are that have the model's shape."""
+    """Returns whether a conversion leaves tensors with the model's shape unchanged."""
     return converter is None or all(
         getattr(each, "check_dims", False) for each in converter.operations
     )

@@ -117,9 +117,9 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
         """Continues training with another compiled program of the same model; every rank calls it.
 
         Parameters, averages and optimizer state move in memory from the layouts of one plan to
-        those of the other, and no step is lost: the following losses are those of an uninterrupted
-        run. Learning-rate schedulers stay valid. Meanwhile, each rank needs host memory for a copy
-        of its part of the state.
+        those of the other, and no step is lost: the following losses equal those of an
+        uninterrupted run. Learning-rate schedulers stay valid. Meanwhile, each rank needs host
+        memory for a copy of its part of the state.
 
         Args:
             compiled: from `autopar.emit` or a folder, for the same number of devices.

@@ -37,7 +37,7 @@ class StepMetrics:
         seconds: from the call of `step` until its loss is known.
         samples, tokens: of the whole batch, on all ranks; tokens are the elements of its first
             two-dimensional integer input, or the samples if there is none.
-        model_flops: of matrix products in the step, without recomputation; see
+        model_flops: FLOPs of matrix products in the step, without recomputation; see
             `intra_op/work/model_flops.py`.
         utilisation: the model FLOPs utilisation, a fraction of the devices' peak.
         memory: peak bytes in tensors of an accelerator since the last step, or the peak resident

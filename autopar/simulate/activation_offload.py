@@ -31,30 +31,32 @@ class OffloadedBlock:
 
     Attributes:
         before: the previous block, whose backward comes next.
-        buffers: that it saves.
-        sent: those that this block was the first to offload.
+        buffers: the buffers that it saves.
+        sent: the buffers that this block was the first to offload.
     """
 
     before: OffloadedBlock | None
     buffers: list[_OffloadedBuffer] = field(default_factory=list)
     sent: list[_OffloadedBuffer] = field(default_factory=list)
 
-    def come(self, recorder: Recorder, beside: bool) -> None:
+    def come(self, recorder: Recorder, overlapped: bool) -> None:
         """Fetches its buffers for its backward, and starts to fetch the previous block's."""
-        self._depart(recorder, beside)
+        self._depart(recorder, overlapped)
         tasks = [buffer.coming for buffer in self.buffers if buffer.coming >= 0]
         if tasks:
             recorder.compute("wait for activations", "", (), tasks)
-        if beside and self.before is not None:
-            self.before._depart(recorder, beside)
+        if overlapped and self.before is not None:
+            self.before._depart(recorder, overlapped)
 
-    def _depart(self, recorder: Recorder, beside: bool) -> None:
+    def _depart(self, recorder: Recorder, overlapped: bool) -> None:
         for buffer in self.buffers:
             if not buffer.came:
                 buffer.came = True
-                with recorder.aside(beside):
+                with recorder.aside(overlapped):
                     nbytes, name = buffer.back.nbytes, buffer.back.name
-                    buffer.coming = recorder.copy(name, nbytes, True, not beside, [buffer.going])
+                    buffer.coming = recorder.copy(
+                        name, nbytes, True, not overlapped, [buffer.going]
+                    )
                     recorder.arrive(buffer.back)
 
 
@@ -64,7 +66,7 @@ class ActivationOffload:
 
     Attributes:
         recorder: records the tasks.
-        beside: whether copies overlap with compute.
+        overlapped: whether copies overlap with compute.
         block: the current block, None if it offloads nothing.
         last: the last block that offloaded.
         known: offloaded buffers, by the id of the buffer on the device.
@@ -72,7 +74,7 @@ class ActivationOffload:
     """
 
     recorder: Recorder
-    beside: bool
+    overlapped: bool
     block: OffloadedBlock | None = None
     last: OffloadedBlock | None = None
     known: dict[int, _OffloadedBuffer] = field(default_factory=dict)
@@ -117,11 +119,11 @@ class ActivationOffload:
         offloaded = self.known.get(id(buffer))
         if offloaded is None:
             back = Buffer("activation", buffer.name, buffer.nbytes)
-            with recorder.aside(self.beside):
-                going = recorder.copy(buffer.name, buffer.nbytes, False, not self.beside)
+            with recorder.aside(self.overlapped):
+                going = recorder.copy(buffer.name, buffer.nbytes, False, not self.overlapped)
             offloaded = self.known[id(buffer)] = _OffloadedBuffer(buffer, back, going)
             self.block.sent.append(offloaded)
-            if self.beside:
+            if self.overlapped:
                 recorder.hold(buffer)
         if offloaded not in self.block.buffers:
             self.block.buffers.append(offloaded)

@@ -1,7 +1,7 @@
-"""The backward of a simulated step: plays the tape of the forward in reverse.
+"""The backward of a simulated step: runs the tape of the forward in reverse.
 
-Autograd runs the backward of the last operator first. A gradient that meets an earlier one is added
-in place if one of the two has no other holder. An operator frees its saved tensors after its
+Autograd runs the backward of the last operator first. A second gradient of a value is added to the
+first in place if one of the two has no other holder. An operator frees its saved tensors after its
 backward.
 """
 
@@ -28,7 +28,7 @@ class Operator:
         recipe: the buffers that it allocates and saves.
         work: its kernels in each direction.
         asks: its own collectives in each direction.
-        turns: in all of them but the last it sends beside its kernels.
+        turns: in all of them but the last it sends during its kernels.
         alone: number of its first collectives in each direction that no kernels overlap with.
     """
 
@@ -73,7 +73,7 @@ class Resharded:
     cause: Cause
     source: Value
     target: Value
-    beside: Products | None = None
+    overlapped: Products | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +109,7 @@ def backward(
     recorder: Recorder,
     weights: Weights,
 ) -> None:
-    """Plays `tape` from its end, which empties it, and leaves every parameter its gradient.
+    """Runs `tape` from its end, which empties it and computes the gradient of every parameter.
 
     Args:
         tape: the tape of the forward.
@@ -149,7 +149,7 @@ def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
 
 
 def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
-    """Recomputes a block, then plays its backward."""
+    """Recomputes a block, then runs its backward."""
     if any(value.gradient is not None for value in entry.results):
         tape, results = entry.again()
         for outer, inner in zip(entry.results, results, strict=True):
@@ -209,7 +209,7 @@ def _move(entry: Resharded, recorder: Recorder, weights: Weights) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        share = 1.0 if entry.beside is None else 1 - entry.beside.share
+        share = 1.0 if entry.overlapped is None else 1 - entry.overlapped.share
         recorder.collective(name, entry.name, entry.call, entry.cause, [ready], share)
         ready = -1
     elif entry.transfer.result is not None:
@@ -220,8 +220,8 @@ def _move(entry: Resharded, recorder: Recorder, weights: Weights) -> None:
         recorder.scratch("communication", title, entry.transfer.staging)
     else:
         moved = recorder.hold(gradient)
-    if entry.beside is not None and entry.call is not None:
-        works, share = entry.beside.works, entry.beside.share
+    if entry.overlapped is not None and entry.call is not None:
+        works, share = entry.overlapped.works, entry.overlapped.share
         recorder.side_by_side(name, entry.name, entry.call, entry.cause, works, share)
     recorder.drop(gradient)
     target.gradient = None

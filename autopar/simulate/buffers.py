@@ -24,7 +24,7 @@ class Buffer:
     Attributes:
         kind: "parameter", "gradient", "optimizer", "batch", "activation" (saved for the backward),
             "communication" (staging of a collective) or "temporary".
-        name: of its value.
+        name: name of its value.
         nbytes: its size.
         holders: number of holders.
         kept: the buffer that is saved for the backward in place of this one.
@@ -103,7 +103,7 @@ class Recorder:
         self.barrier = len(self.drafts) - 1
 
     def gather(self, name: str, calls: Sequence[Collective]) -> None:
-        """Adds the collectives that gather what another stage has sent."""
+        """Adds the collectives that gather values from another stage."""
         for call in calls:
             self.collective(f"{call.title} of {name}", "", call, "exchange")
 
@@ -133,19 +133,19 @@ class Recorder:
         needs: Iterable[int],
         alone: int = 0,
     ) -> None:
-        """Kernels in turns of equal length, each but the last one beside a part of the calls.
+        """Adds kernels in turns of equal length; in all but the last, a part of the calls overlaps.
 
-        A turn begins when the one before it has computed and sent. The first `alone` calls are made
+        A turn begins when the previous turn has computed and sent. The first `alone` calls are made
         before the first turn.
         """
-        beside = calls[alone:]
-        turns = len(beside) + 1
+        overlapped = calls[alone:]
+        turns = len(overlapped) + 1
         needs = tuple(needs)
         for first in calls[:alone]:
             title = f"{first.kind} in {name}"
             self._add(title, node, ",".join(first.axes), first, needs, "exchange")
             needs = (len(self.drafts) - 1,)
-        for call in (*beside, None):
+        for call in (*overlapped, None):
             after = len(self.drafts)
             if call is not None:
                 title = f"{call.kind} in {name}"

@@ -56,7 +56,7 @@ def run(
     """Start, end and memory of each task.
 
     Args:
-        tasks: of one device, those of each stream in their order.
+        tasks: tasks of one device, those of each stream in their order.
         model: prices.
         slowdown: factor by which kernels and collectives slow down while they overlap, at least 1;
             a figure of the device.
@@ -149,7 +149,7 @@ class _Engine:
         return Timeline(spans, self.now, self.memory.finish())
 
     def _begin(self, stream: str) -> None:
-        """Start what a stream may run now; what takes no time ends at once."""
+        """Starts the next task of a stream if it may run; tasks that take no time end at once."""
         streams = [stream]
         while streams:
             queue = self.queues[streams[-1]]
@@ -182,7 +182,7 @@ class _Engine:
         return self.prices[id(what)]
 
     def _finish(self, position: int) -> list[str]:
-        """End a task; returns the streams that may go on."""
+        """Ends a task; returns the streams that may continue."""
         task = self.tasks[position]
         self.end[position] = self.now
         self.memory.remove(self.now, task)
@@ -195,13 +195,13 @@ class _Engine:
         return freed
 
     def _issue(self) -> None:
-        """Begin what has been issued by now and waits for nothing else."""
+        """Begins the tasks that have been issued by now and wait for nothing else."""
         while self.next < len(self.tasks) and self.issued[self.next] <= self.now:
             self.next += 1
             self._begin(self.tasks[self.next - 1].stream)
 
     def _advance(self) -> None:
-        """Go on to the next completion, or to the time at which the next task is issued."""
+        """Advances to the next completion, or to the time at which the next task is issued."""
         rates = self._rates()
         ends = {stream: task.left / rates[stream] for stream, task in self.running.items()}
         passed = min(ends.values(), default=math.inf)
@@ -215,7 +215,7 @@ class _Engine:
                 self.exposed[task.position] += passed / len(self.running)
         ended = []
         for stream, task in list(self.running.items()):
-            # What ends within a rounding error ends now.
+            # Tasks that end within a rounding error end now.
             if ends[stream] <= passed * (1 + 1e-12):
                 del self.running[stream]
                 ended.append(task.position)

@@ -1,6 +1,6 @@
-"""The forward of a simulated step: plays the lines of the lowered program, block by block.
+"""The forward of a simulated step: runs the lines of the lowered program, block by block.
 
-Every operation with a gradient goes onto a tape, which `backward.py` plays from its end.
+Every operation with a gradient is recorded on a tape, which `backward.py` runs in reverse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
-from autopar.ir.recompute import Again, again, of_runs
+from autopar.ir.recompute import RecomputedOperators, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
@@ -31,7 +31,7 @@ _NO_WORK = NodeWork()
 
 
 @dataclass
-class _Twice:
+class _RecomputedBlock:
     """A block that runs without a tape in the forward, and again in the backward.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Twice:
         over: whether nothing more needs to be recomputed, so that torch's checkpoint has stopped.
     """
 
-    what: Again
+    what: RecomputedOperators
     kept: dict[str, Buffer] = field(default_factory=dict)
     second: bool = False
     over: bool = False
@@ -50,13 +50,13 @@ class _Twice:
         """Returns whether an operator is not computed this time."""
         return self.second and name not in self.what.operators
 
-    def played(self, name: str) -> None:
+    def ran(self, name: str) -> None:
         """Records that an operator of the block has run."""
         self.over = self.second and name == self.what.last
 
 
 class Forward:
-    """Plays a program's forward once, by `play`.
+    """Simulates a program's forward once, by `simulate`.
 
     Args:
         graph: the prepared graph.
@@ -90,10 +90,10 @@ class Forward:
         self.offloaded_blocks = offloaded_runs(graph, plan.offload, plan.recompute)
         self.offload = ActivationOffload(recorder, accelerator)
         self.written: list[Buffer] = []  # new contents of the model's buffers
-        self.twice: _Twice | None = None  # the current block, if it is recomputed
+        self.twice: _RecomputedBlock | None = None  # the current block, if it is recomputed
 
-    def play(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
-        """Plays the program; returns its results, which are held, and the tape."""
+    def simulate(self, program: Lowered) -> tuple[list[Value], list[Entry]]:
+        """Simulates the program; returns its results, which are held, and the tape."""
         self.blocks = program.blocks
         outputs = self._results(program.forward, [], {})
         self.offload.gone()
@@ -102,7 +102,7 @@ class Forward:
     def _run(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> dict[str, Value]:
-        """Plays a function; `names` maps nodes of the first block to those of this block."""
+        """Simulates a function; `names` maps nodes of the first block to those of this block."""
         recorder, frame = self.recorder, dict[str, Value]()
         for bound, value in zip(function.arguments, arguments, strict=True):
             frame[bound.variable] = value
@@ -142,7 +142,7 @@ class Forward:
             names = dict(zip(repeat.iterations[0], block, strict=True))
             arguments = [*(frame[variable] for variable in line.targets), *outside]
             if how is not None and number < how.blocks:
-                results = self._play_twice(function, arguments, names, how.kind, repeat)
+                results = self._run_twice(function, arguments, names, how.kind, repeat)
             elif first <= number < end:
                 self.offload.begin()
                 results = self._results(function, arguments, names)
@@ -156,7 +156,7 @@ class Forward:
     def _results(
         self, function: Function, arguments: list[Value], names: dict[str, str]
     ) -> list[Value]:
-        """Plays a function and returns its results, which are held."""
+        """Simulates a function and returns its results, which are held."""
         frame = self._run(function, arguments, names)
         results = [self._read(frame, names, bound.variable) for bound in function.results]
         for value in results:
@@ -164,7 +164,7 @@ class Forward:
         self._leave(frame)
         return results
 
-    def _play_twice(
+    def _run_twice(
         self,
         function: Function,
         arguments: list[Value],
@@ -172,8 +172,8 @@ class Forward:
         kind: str,
         repeat: Repeat,
     ) -> list[Value]:
-        """Plays a block without a tape and returns its results; the backward will recompute it."""
-        twice = self.twice = _Twice(again(self.graph, repeat, kind))
+        """Simulates a block without a tape and returns its results; the backward recomputes it."""
+        twice = self.twice = _RecomputedBlock(again(self.graph, repeat, kind))
         tape, self.tape = self.tape, []
         results = [
             Value(value.buffer, value.grad, ready=value.ready)
@@ -221,7 +221,7 @@ class Forward:
                 types = tuple(read.type for read in reads)
                 asks = exchanged(node, types, into, self.plan.mesh, planned.form)
             work = self._work(node)
-            if line.apart:
+            if line.overlaps:
                 work = NodeWork((), products(work, reads[0].requires_grad)[2])
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
@@ -284,13 +284,13 @@ class Forward:
                 operand.readers += gradient >= 0
             self.tape.append(Computed(name, operator, operands, value, saved))
         if twice is not None:
-            twice.played(node.name)
+            twice.ran(node.name)
         if node.op == WRITE and not skipped:
             self.written.append(recorder.hold(value.buffer))
         return value
 
     def _saved(self, read: Buffer) -> Buffer:
-        """Returns the buffer to save for an operator's backward in place of the one it reads."""
+        """Returns the buffer to save for an operator's backward, given the buffer that it reads."""
         if read.kept is None:
             return read
         self.weights.save(read.kept)
@@ -330,7 +330,7 @@ class Forward:
         value_of = names.get(line.value, line.value)
         parameter, twice = self._of_parameter(line.value), self.twice
         target = Value(source.buffer, source.grad, ready=source.ready)
-        ahead, back = self._beside(line)
+        ahead, back = self._overlapped(line)
         # A collective that overlaps with products saves its result after all of them.
         over = twice is not None and twice.over and ahead is None
         if over:
@@ -354,15 +354,15 @@ class Forward:
             self.tape.append(entry)
         return target
 
-    def _beside(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
+    def _overlapped(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
         """Returns the products that overlap with a collective, in each direction."""
-        if not line.beside:
+        if not line.overlapped:
             return None, None
         if id(line) not in self.products:
             share = 1 - 1 / self.plan.mesh.axis_size(line.step.axes[0])
             both = [
                 products(self._work(node), self.graph[node.inputs[0]].requires_grad)
-                for node in line.beside
+                for node in line.overlapped
             ]
             ahead, back = (
                 Products(tuple(work for works in side for work in works), share)

@@ -18,7 +18,7 @@ from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, REDUCED, Storage, scattered
 from autopar.ir.tensor import DTYPE_BYTES
-from autopar.ir.update import Kept, Rule, nbytes_in, owner_hops, states_of
+from autopar.ir.update import LocalState, Rule, nbytes_in, owner_hops, states_of
 from autopar.simulate.buffers import Buffer, Recorder
 from autopar.simulate.owned_update import Owned, owned_update
 from autopar.simulate.settings import Settings
@@ -30,12 +30,13 @@ class Updated:
     """Part of a parameter that this device updates.
 
     Attributes:
-        name: of the node.
-        nbytes, dtype: of what is updated.
-        rounded: bytes of what is made of it in a lower precision, 0 if it is not a master.
-        stays: whether that is what this device holds, and not sent to others.
+        name: name of the node.
+        nbytes, dtype: bytes and dtype of the updated tensor.
+        rounded: bytes of the tensor in a lower precision that is cast from it; 0 if it is no
+            master.
+        stays: whether this device holds that cast tensor, which is then not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced or comes as a message.
-        scattered: whether that is put beside those of all others.
+        scattered: whether its gradient is placed in a buffer with those of other parameters.
         cast: whether a gradient that is in no bucket comes in another dtype.
         states: bytes of the states that its rule names.
         coming: bytes of states that come from host memory for the update, if they are kept there.
@@ -78,7 +79,7 @@ def updated_in(
     hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
     whens = {hop.when for hop in hops}
     sent = precision.sent(node.type, node.requires_grad)
-    # What came as messages is decoded tensor by tensor.
+    # Compressed messages are decoded tensor by tensor.
     last = [hop.call for hop in hops if hop.when in REDUCED][-1:]
     reduced = any(not call.compression for call in last)
     bucketed = float(storage.used.local_bytes(sent, mesh)) if reduced else 0.0
@@ -86,7 +87,7 @@ def updated_in(
     master = precision.has_master(node.type, node.requires_grad)
     rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
     stays = "update" not in whens
-    away: tuple[Kept, ...] = ()
+    away: tuple[LocalState, ...] = ()
     if node.requires_grad:
         away = states_of(rule, storage, node.type, mesh, precision, away=True)
     coming = nbytes_in(away, "host")
@@ -116,7 +117,7 @@ def update_works(
 
     Args:
         trained: not empty.
-        fused: whether it is AdamW's kernel, which rounds what stays.
+        fused: whether it is AdamW's kernel, which also casts the parameters that stay.
         bucket: bytes of gradients that are reduced together.
         each: bytes moved for each parameter, if a system's are known; 0 for these kernels' own.
     """
@@ -162,14 +163,14 @@ def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
 
 
 def _copied(trained: Sequence[Updated]) -> list[Updated]:
-    """Those whose small gradients are copied together."""
+    """Returns the parameters whose small gradients are copied together."""
     apart = [each for each in trained if not each.sent and not each.cast]
     small = [each for each in apart if each.nbytes < COPIED]
     return small if len(small) > 1 else []
 
 
 @dataclass
-class _Away:
+class _MovedState:
     """The state of some parameters, on its way: its buffer, and the task that moves it, or -1."""
 
     buffer: Buffer
@@ -183,13 +184,13 @@ def update(
     plan: StagePlan,
     away: bool,
 ) -> None:
-    """Plays the updates of the optimizer's phase.
+    """Simulates the updates of the optimizer's phase.
 
     Args:
         recorder: takes the tasks.
-        settings: of the step.
-        trained: what has a gradient.
-        plan: says whether it is AdamW's kernel, which needs no temporaries.
+        settings: settings of the step.
+        trained: parameters that have a gradient.
+        plan: decides whether it is AdamW's kernel, which needs no temporaries.
         away: whether optimizer state comes from host memory.
     """
     if not away:
@@ -198,7 +199,7 @@ def update(
         return
     buckets = list(rows(trained, plan.bucket))
     coming = _come(recorder, settings, buckets, 0)
-    going: _Away | None = None
+    going: _MovedState | None = None
     for number, row in enumerate(buckets):
         here = coming
         if here is not None and here.task >= 0:
@@ -217,7 +218,7 @@ def update(
 
 
 def _owned_step(recorder: Recorder, trained: Sequence[Updated], plan: StagePlan) -> None:
-    """Plays what owners update of some parameters."""
+    """Simulates the part of the update that owners compute."""
     if owned := [each.owned for each in trained if each.owned is not None]:
         owned_update(recorder, owned, plan.mesh.size)
 
@@ -228,7 +229,7 @@ def _step(
     trained: Sequence[Updated],
     plan: StagePlan | None = None,
 ) -> None:
-    """One step of the optimizer; by the kernel that a plan may ask for."""
+    """Simulates one step of the optimizer, by a kernel if the plan fuses the update."""
     fused, bucket = plan is not None and plan.fuses_update, BUCKET if plan is None else plan.bucket
     at_once = settings.at_once or fused
     groups = [list(trained)] if at_once and trained else [[each] for each in trained]
@@ -255,7 +256,7 @@ def _step(
 
 def _come(
     recorder: Recorder, settings: Settings, buckets: Sequence[Sequence[Updated]], number: int
-) -> _Away | None:
+) -> _MovedState | None:
     """The state of a bucket comes."""
     if number >= len(buckets):
         return None
@@ -265,20 +266,20 @@ def _come(
     title = f"state of {buckets[number][0].name}"
     with recorder.aside(settings.accelerator):
         task = recorder.copy(title, nbytes, True, not settings.accelerator)
-        return _Away(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
+        return _MovedState(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
 
 
-def _go(recorder: Recorder, settings: Settings, here: _Away) -> _Away:
-    """It goes back."""
+def _go(recorder: Recorder, settings: Settings, here: _MovedState) -> _MovedState:
+    """Moves the state back to host memory."""
     with recorder.aside(settings.accelerator):
         nbytes = here.buffer.nbytes
         task = recorder.copy(here.buffer.name, nbytes, False, not settings.accelerator)
     if task < 0:
         recorder.drop(here.buffer)
-    return _Away(here.buffer, task)
+    return _MovedState(here.buffer, task)
 
 
-def _gone(recorder: Recorder, away: _Away) -> None:
+def _gone(recorder: Recorder, away: _MovedState) -> None:
     """Frees the memory of a tensor that has gone to the host."""
     if away.task >= 0:
         recorder.compute("wait for the host", "", (), [away.task])

@@ -35,8 +35,8 @@ class Weights:
         recorder: records the tasks.
         overlap: see `Settings`.
         known: all of them, by node.
-        direct: those that operators use in their stored layout, by the id of their value.
-        microbatches: in a step.
+        direct: parameters that operators use in their stored layout, by the id of their value.
+        microbatches: number in a step.
         bucket: bytes of gradients, or of parameters, in one call.
         precision: gives the dtypes of updates and of gradients in messages.
         together: whether sharded gradients are parts of one buffer, allocated with the first of
@@ -46,10 +46,9 @@ class Weights:
         casts: whether gradients are cast before the update, rather than by its kernel.
         in_place: see `Settings`.
         waiting: gradients that wait for their bucket to fill, by time and collectives.
-        again: parameters that are gathered again for the backward, by the id of what is kept of
-            them.
+        again: parameters that are gathered again for the backward, by the id of their kept part.
         fetched, refetched: gathering for the forward, and again for the backward.
-        left_out: what messages of this step left out.
+        left_out: residuals of the messages of this step.
     """
 
     mesh: Mesh
@@ -97,7 +96,7 @@ class Weights:
         return Value(buffer, source.grad, ready=ready)
 
     def keep(self, weight: Weight, target: Value) -> None:
-        """Saves for the backward the part of a gathered parameter that its storage says."""
+        """Saves the part of a gathered parameter that its storage keeps for the backward."""
         storage = weight.storage
         if not any(weight.path("backward")):
             return
@@ -132,7 +131,7 @@ class Weights:
         return gathered
 
     def _arrive(self, gather: Gather, weight: Weight, step: int, block: str = "") -> None:
-        """Waits for the parameters of a block, and starts to gather those of the next one."""
+        """Waits for the parameters of a block, and starts to gather those of the next block."""
         block = block or weight.block
         gather.drop(self.recorder, but=block)
         gather.done.add(block)
@@ -229,7 +228,7 @@ class Weights:
                 self._flush(key)
 
     def _leave(self, weight: Weight, hop: Hop) -> None:
-        """Allocates what a message leaves out, beside what those of the step before left out."""
+        """Allocates the residual of a message; the residual of the previous step is still alive."""
         if hop.residual:
             left = f"{weight.name}, left out of a message"
             buffer = self.recorder.allocate("gradient", left, float(hop.residual))
@@ -368,7 +367,7 @@ class Weights:
                 even = whole == part * math.prod(map(self.mesh.axis_size, call.axes))
                 arriving = (whole + part) * joined + whole * (not joined and ends and not even)
                 arriving += whole * (not ends)
-                # A master is cast, and what came by the hop before is there.
+                # A master is cast, and the result of the previous hop is alive.
                 cast = self._own(weight) != weight.leaf.type
                 more = (cast or place > 0) * part + (0 if self.in_place else arriving)
                 self.recorder.scratch("communication", weight.name, more)
@@ -379,7 +378,7 @@ class Weights:
 
 
 def _one(hops: Sequence[Hop]) -> Collective:
-    """Returns the collective that does for several tensors what each hop does for one."""
+    """Returns one collective for several tensors, given the hop of each tensor."""
     nbytes, quantised = (
         sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
     )

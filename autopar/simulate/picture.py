@@ -135,7 +135,7 @@ def _columns(start: float, end: float, width: float) -> Iterable[tuple[int, floa
 
 
 def _most(curve: Sequence[tuple[float, float]], width: float) -> list[float]:
-    """Returns the peak bytes in each column, including what is alive when the column begins."""
+    """Returns the peak bytes in each column, including bytes alive at the start of the column."""
     most, now, before = [0.0] * COLUMNS, 0.0, 0
     for time, nbytes in curve:
         column = min(int(time / width), COLUMNS - 1)

@@ -19,14 +19,14 @@ class Settings:
         update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
             a time, 1 for all at once, 0 where a compiler makes one kernel of it).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
-        accelerator: whether operators keep for the backward what kernels of accelerators do; by
-            default what those of CPUs do.
+        accelerator: whether operators save for the backward the tensors of accelerator kernels; by
+            default those of CPU kernels.
         overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
             parameter in the backward, which synchronises its gradient; gathering parameters one
             block ahead; gathering them again so. An emitted program waits for none on accelerators,
             on a CPU for all but the second.
         host: seconds in which a host issues the work; by default all is issued at the start.
-        optimizer: bytes that an update moves for each parameter; 0 for those of the plan's.
+        optimizer: bytes that an update moves for each parameter; 0 for those of the plan's update.
         in_place: whether gradients are reduced into their own memory, updated parameters gathered
             into theirs, and no tensors of one call are copied into a buffer that is sent.
     """

@@ -1,7 +1,7 @@
 """Turns a plan's training step into tasks: forward, backward, optimizer.
 
 The forward (`forward.py`) writes a tape of all operations with a gradient; the backward
-(`backward.py`) plays it from its end, as autograd does. The last step's gradients are freed before
+(`backward.py`) runs it in reverse, like autograd. The last step's gradients are freed before
 the forward begins, because the emitted program sets them to None.
 """
 
@@ -70,11 +70,11 @@ def tasks(
         )
     graph = graph.trained
     step = _Step(graph, plan, works, settings)
-    return step.play(lower(graph, plan, model.collective))
+    return step.simulate(lower(graph, plan, model.collective))
 
 
 class _Step:
-    """Plays a step once, by `play`."""
+    """Simulates a step once, by `simulate`."""
 
     def __init__(
         self, graph: Graph, plan: StagePlan, works: Mapping[str, NodeWork], settings: Settings
@@ -109,13 +109,13 @@ class _Step:
         self.updated: dict[str, Updated] = {}
         self.owned: list[Owned] = []
 
-    def play(self, program: Lowered) -> tuple[Task, ...]:
+    def simulate(self, program: Lowered) -> tuple[Task, ...]:
         self._begin()
         plan, accelerator = self.plan, self.settings.accelerator
         forward = Forward(
             self.graph, plan, self.works, accelerator, self.recorder, self.weights, self.leaves
         )
-        outputs, tape = forward.play(program)
+        outputs, tape = forward.simulate(program)
         ends = [
             (value, self._gathers(self.graph[node])[1])
             for (user, node), value in zip(self.graph.outputs, outputs, strict=True)

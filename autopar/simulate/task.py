@@ -27,7 +27,7 @@ class Task:
     Attributes:
         name: for people, such as "linear_3" or "all_gather of %h_0_weight".
         node: the graph's node that it belongs to, "" for none.
-        phase: of the step.
+        phase: phase of the step.
         stream: "compute", the mesh axes of a collective joined by ",", or one of `HOST`. The tasks
             of a stream run one after another, in order.
         what: kernels that run one after another, one collective, one copy to or from host memory,
@@ -36,7 +36,7 @@ class Task:
         allocates: (buffer, bytes) allocated at its start. A buffer's name begins with its kind:
             "activation linear_3".
         frees: buffers freed at its end.
-        cause: of a collective.
+        cause: cause of a collective.
         share: the fraction of `what` that this task runs, if it is divided to overlap with others.
     """
 
@@ -77,8 +77,7 @@ def alive_after(tasks: Sequence[Task], phase: Phase) -> dict[str, float]:
 def fixed_bytes(tasks: Sequence[Task]) -> float:
     """Returns the bytes that parameters, optimizer state and gradients take between microbatches.
 
-    If gradients are not accumulated over microbatches, those count that a backward leaves to the
-    optimizer.
+    If gradients are not accumulated over microbatches, the gradients after a backward count.
     """
     left = alive_after(tasks, "forward")
     state = _bytes(left, "parameter", "optimizer")

@@ -178,7 +178,7 @@ class Timeline:
 
     @cached_property
     def copies(self) -> tuple[float, float]:
-        """Seconds of copies to and from the host, and those of them in which nothing computes."""
+        """Seconds of copies to and from the host, and the part in which nothing computes."""
         copies = [span for span in self.spans if isinstance(span.task.what, HostCopy)]
         return sum(span.seconds for span in copies), sum(span.exposed for span in copies)
 
@@ -201,7 +201,7 @@ class Timeline:
         runs (`products`), including recomputation, it is the hardware FLOPs utilisation.
 
         Args:
-            flops: of one device in a step.
+            flops: FLOPs of one device in a step.
             peak: FLOP/s of a device.
         """
         return flops / (peak * self.seconds) if self.seconds else 0.0

@@ -60,9 +60,9 @@ def load(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Returns the model that `text` names and keyword arguments for its forward pass.
 
-    Models of the zoo and of `hf:` are on the meta device. A function is called with those of
-    `batch`, `seq` and `layers` that are set, and returns a model or (model, example_inputs);
-    without example inputs the dictionary is empty.
+    Models of the zoo and of `hf:` are on the meta device. A function is called with the arguments
+    among `batch`, `seq` and `layers` that are set, and returns a model or (model, example_inputs);
+    without example inputs, the dictionary is empty.
 
     Raises:
         UnknownModelError: neither a name of the zoo nor a file.
@@ -112,7 +112,7 @@ def depth(text: str, layers: int | None = None) -> int | None:
 def read_config(path: Path) -> Spec:
     """Reads the transformers configuration in the JSON file `path`, or a folder's `config.json`.
 
-    Reads that file only: no network, no code beside it.
+    Reads that file only: no network, and no code from its folder.
 
     Raises:
         ModelFileError: no such file, not JSON, or not the configuration of a known model.
@@ -253,7 +253,7 @@ def _check_flags(path: Path, function: Callable[..., object], flags: Mapping[str
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Makes modules beside a file importable, as when Python runs it."""
+    """Makes the modules of a file's folder importable, as when Python runs the file."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:

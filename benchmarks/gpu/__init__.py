@@ -1,4 +1,4 @@
-"""What runs on a GPU, with the kernels of this checkout, whether they are installed or not."""
+"""Benchmarks on a GPU, with the kernels of this checkout, whether they are installed or not."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MEASURED = (
 
 
 def arithmetic(case: Case) -> Row:
-    """What is known without a GPU."""
+    """Returns the figures that are known without a GPU."""
     operator = case.kernel
     args = case.make(Draw(torch.bfloat16, "meta"))
     moved = _moved(operator, args)

@@ -21,7 +21,7 @@ CACHE = 64 << 20  # bytes, at least those of the largest second-level cache
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds of one call, and how far two medians lie apart, as a share."""
+    """Milliseconds of one call, and the relative difference of two medians."""
 
     ms: float
     spread: float

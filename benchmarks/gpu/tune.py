@@ -2,7 +2,7 @@
 
 For every row of the committed table and every candidate the kernel is timed on typical arguments of
 the row's size; a candidate that does not compile or is wrong is passed over. The rows become the
-table of this architecture ("sm_90"); "any" stays as it is.
+table of this architecture ("sm_90"); "any" is unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Alpa's intra-operator ablation: a GPT of 8 layers on one p3.16xlarge (OSDI 2022, section 8.2).
 
 A row is a hidden size, a number of V100 of 16 GB, a method and, for Alpa's own, a logical mesh
-(batch, tensor). What is assumed of the systems:
+(batch, tensor). Assumptions about the systems:
 
 - Vocabulary 25600 and a tied embedding, as the published numbers of parameters say; heads of 128
   features (benchmark/alpa/exp_intra_ablation.py of the artifact, which also says that peaks are in

@@ -1,10 +1,10 @@
-"""CO2's published throughputs (arXiv:2401.16265, tables 3 and 4) beside predictions.
+"""Compares predictions with CO2's published throughputs (arXiv:2401.16265, tables 3 and 4).
 
 Inputs are the published step (0.109 s) and all_reduce (1.566 s) of 7B parameters on 128 GPUs, and
 of each row its own figure on 8 GPUs, one machine, on which nothing crosses the network. Three
 constants are missing, and each is fitted to one row of the 7B model, which is then no prediction:
 
-- contention of an all_reduce that runs beside steps, `CONTENTION` of `autopar/cost/round_price.py`,
+- contention of an all_reduce that runs during steps, `CONTENTION` of `autopar/cost/round_price.py`,
   to "TCP CO2 tau12";
 - bytes per second and latency of the exchange of gradients, V (n - 1) / n + l (n - 1) seconds for a
   ring of n GPUs, to "TCP AdamW";
@@ -52,7 +52,7 @@ class Figures:
 
     @classmethod
     def read(cls) -> Figures:
-        """Returns those of this checkout."""
+        """Returns the figures of this checkout."""
         path = Path(__file__).parents[1] / "published.json"
         return cls(json.loads(path.read_text(encoding="utf-8"))["co2"]["rows"])
 

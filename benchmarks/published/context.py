@@ -1,4 +1,4 @@
-"""What torch's context parallelism adds to attention.
+"""The time that torch's context parallelism adds to attention.
 
 By torch/distributed/tensor/experimental/_attention.py, on torchtitan's keys and values, which stand
 once for every query head (`repeat_kv`) before attention sees them:
@@ -32,14 +32,14 @@ from dataclasses import dataclass
 
 from autopar.cost.model import AnalyticModel, Work
 from autopar.ir.collective import Collective
-from benchmarks.published.overlap import beside
+from benchmarks.published.overlap import overlapped
 
 MERGED, SENT = 10.0, 16.0  # bytes an element
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Seconds a layer, beside its attention.
+    """Seconds per layer, in addition to its attention.
 
     Attributes:
         forward, backward: kernels that merge.
@@ -55,7 +55,7 @@ class Ring:
     def layer(self, kernels: float, forwards: int) -> float:
         """Seconds of a layer whose kernels take `kernels` without this."""
         merged = kernels + forwards * self.forward + self.backward
-        return beside(merged, (forwards + 1) * self.gather + self.gradients)
+        return overlapped(merged, (forwards + 1) * self.gather + self.gradients)
 
 
 def ring(prices: AnalyticModel, axis: str, cp: int, elements: int) -> Ring:

@@ -1,4 +1,4 @@
-"""E+D and D+E: whether the experts or the replicas of an expert lie inside a node.
+"""E+D and D+E: whether a node holds different experts or the replicas of an expert.
 
 DeepSpeed's post "Communication Optimization for Large-Scale Training" (blogs/comm-opt in its
 repository, 2023) trains a mixture of experts on a base of 7e9 parameters on nodes of eight A100.
@@ -80,7 +80,7 @@ class Order:
         )
 
     def _mesh(self) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh, and the axes along which replicas lie."""
+        """Returns the mesh, and the axes along which there are replicas."""
         if self.inside == "experts":
             text = f"replica={self.replicas}, node={self.experts // NODE}, gpu={NODE}"
             return Mesh.parse(f"A100-80: {text}"), ("replica",)

@@ -1,6 +1,6 @@
 """Megatron-LM: iterations of Narayanan et al. 2021 (SC21, arXiv 2104.04473, table 1).
 
-What is assumed of the system, with where it is said:
+Assumptions about the system, with their sources:
 
 - Full recomputation of every layer: the forward runs twice, with its all_reduces (section 3.5).
 - Fused kernels: bias and GeLU, bias, dropout and add, scale, mask and softmax (section 4.2); query,
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def microbatches(self) -> int:
-        """Returns those of each pipeline in a step."""
+        """Returns the number of microbatches of each pipeline in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
     @property

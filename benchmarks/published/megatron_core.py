@@ -1,6 +1,6 @@
 """Megatron-Core r0.8 on H100: the weak scaling rows of its README.
 
-What is assumed of the system, beside what the README says of it (sequence 4096, vocabulary 131072,
+Assumptions about the system, in addition to its README (sequence 4096, vocabulary 131072,
 collectives of data and of tensor parallelism in small pieces beside the computation):
 
 - bf16, no dropout, no recomputation, fused attention, embedding and logits with weights of their
@@ -32,7 +32,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from benchmarks.published.megatron import Run, with_loss
 from benchmarks.published.models import GPT, Sizes
-from benchmarks.published.overlap import beside, chunked
+from benchmarks.published.overlap import chunked, overlapped
 from benchmarks.published.pipeline import pipelined, sends, update
 from benchmarks.published.step import Captured, Part, captured, merged, parts
 
@@ -73,7 +73,7 @@ def iteration_seconds(run: Run) -> dict[str, float]:
     if run.pp > 1:
         sent = 2.0 * run.seq * run.micro_batch * run.hidden / run.tp
         passed = sends(prices, sent, "pp", run.chunks)
-    stages = [beside(stage, passed) for _ in range(run.pp)]
+    stages = [overlapped(stage, passed) for _ in range(run.pp)]
     stages[0] += first.seconds
     stages[-1] += last.seconds
     worked = pipelined(stages, run.microbatches, run.chunks)
@@ -83,8 +83,8 @@ def iteration_seconds(run: Run) -> dict[str, float]:
     reduced = prices.collective(Collective("reduce_scatter", ("dp",), int(4 * weights)))
     forward, backward = block.forward.seconds, block.backward.seconds
     layers = run.layers / run.pp * min(run.pp, run.microbatches)
-    slower = beside(layers * forward, gathered) - layers * forward
-    slower += beside(layers * backward, reduced) - layers * backward
+    slower = overlapped(layers * forward, gathered) - layers * forward
+    slower += overlapped(layers * backward, reduced) - layers * backward
     updated = update(prices, weights / run.dp, OPTIMIZER_BYTES)
     return {
         "seconds": worked + slower + updated,

@@ -8,14 +8,14 @@ from autopar.cost.overlap import side_by_side
 SLOWDOWN = {device.name: device.slowdown for device in devices()}["H100"]
 
 
-def beside(kernels: float, calls: float) -> float:
-    """Seconds of kernels and of collectives that may run at any time beside them."""
+def overlapped(kernels: float, calls: float) -> float:
+    """Returns the seconds of kernels and of collectives that may overlap with any of them."""
     return side_by_side(kernels, calls, SLOWDOWN)
 
 
 def chunked(kernels: float, calls: float, chunks: int) -> float:
-    """The same for collectives cut in chunks beside the kernels that need them.
+    """Returns the same for collectives in chunks that overlap with the kernels that need them.
 
-    The first chunk's collective (or the last one's) has nothing to run beside.
+    The first chunk's collective (or the last chunk's) overlaps with nothing.
     """
-    return calls / chunks + beside(kernels, calls * (1 - 1 / chunks))
+    return calls / chunks + overlapped(kernels, calls * (1 - 1 / chunks))

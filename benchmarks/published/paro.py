@@ -35,7 +35,7 @@ def volume(method: str) -> dict[str, float]:
 
 
 def relative_volume(name: str) -> float:
-    """What a named sharding sends in a step of one microbatch, in units of an all_reduce."""
+    """Returns the volume of a sharding in a step of one microbatch, in units of an all_reduce."""
     groups = Groups(GROUPS.devices, GROUPS.devices)
     whole = state("ddp").volume(PARAMETERS, groups)
     sent = state(name).volume(PARAMETERS, groups)

@@ -77,7 +77,7 @@ class Captured:
     prices: AnalyticModel
 
     def nbytes(self, name: str) -> float:
-        """Bytes of a value on one device, as it is produced."""
+        """Returns the bytes of a value on one device, in the layout in which it is produced."""
         node = self.graph[name]
         layout = self.plan.nodes[self.graph.template[name]].results[0][1]
         return float(layout.local_bytes(node.type, self.plan.mesh))
@@ -254,7 +254,7 @@ def fuse(of: Captured, kernels: Works, groups: Iterable[Sequence[Node]]) -> Work
 
 
 def _kept(of: Captured, node: Node, made: NodeWork) -> Iterator[Work]:
-    """Yields what a node keeps beside its operands and results, as a kernel of that many bytes."""
+    """Yields a kernel with the bytes that a node keeps in addition to its operands and results."""
     if not node.saved_types or not made.forward:
         return
     operands = sum(map(of.nbytes, node.inputs))

@@ -2,7 +2,7 @@
 
 Rows of its pages benchmarks/llama3_h100_202412_torchtitan.md and
 benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md.
-What is assumed of the system, beside what those pages say of it:
+Assumptions about the system, in addition to those pages:
 
 - FSDP2 with f32 parameters: bf16 parameters are gathered before each layer's forward and again
   before its backward, gradients reduced and scattered in f32, all beside the kernels but for the
@@ -46,7 +46,7 @@ from autopar.ir.executed.library_kernels import base
 from autopar.ir.mesh import Mesh
 from benchmarks.published.context import ring, unbalanced
 from benchmarks.published.models import Llama, LlamaSizes
-from benchmarks.published.overlap import beside, chunked
+from benchmarks.published.overlap import chunked, overlapped
 from benchmarks.published.pipeline import update
 from benchmarks.published.step import Captured, Part, Works, captured, fuse, parts, regions
 
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Returns those of a replica's batch on one device of context parallelism."""
+        """Returns the tokens of a replica's batch on one device of context parallelism."""
         return self.batch * self.seq
 
 
@@ -156,7 +156,7 @@ def _narrow(work: Work) -> Work:
 
 
 def _longer(made: NodeWork, times: int) -> NodeWork:
-    """Attention over `times` as many keys, everything else as it is."""
+    """Returns attention over `times` as many keys, otherwise unchanged."""
 
     def longer(work: Work) -> Work:
         if "attention" not in work.op or work.gemm is None:
@@ -225,7 +225,7 @@ def step_seconds(run: Run) -> dict[str, float]:
     exposed = gather(whole - layers * layer) + gather(layer) + scatter(layer)
     updated = update(prices, whole / run.fsdp, OPTIMIZER_BYTES)
     return {
-        "seconds": beside(worked, hidden) + exposed + updated,
+        "seconds": overlapped(worked, hidden) + exposed + updated,
         "layer": each,
         "again": again,
         "calls": calls,

@@ -161,7 +161,7 @@ def test_a_model_without_memory_gives_the_graph_of_a_real_one(device: str) -> No
     # Whether a copy is asked for depends on strides, which the kernels of the CPU may choose.
     assert set(written(captured.graph) - written(real)) <= {"aten.contiguous"}
     assert not written(real) - written(captured.graph)
-    # Buffers that no checkpoint has are computed, see autopar/capture/unsaved.py.
+    # Buffers that no checkpoint has are computed, see autopar/capture/nonpersistent_buffers.py.
     saved = planned.state_dict()
     assert all(captured.buffers[name].is_meta for name in captured.buffers if name in saved)
     # What was planned runs on a real device.

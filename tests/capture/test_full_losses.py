@@ -1,4 +1,4 @@
-"""Losses of models in bf16: as under torch.autocast, judged by plain torch on one process."""
+"""Losses of models in bf16: as under torch.autocast, compared with plain torch on one process."""
 
 from __future__ import annotations
 

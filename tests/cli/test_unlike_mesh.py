@@ -1,4 +1,4 @@
-"""Every command that reads a plan, on a pipeline whose stages lie on unlike devices."""
+"""Every command that reads a plan, on a pipeline whose stages are on unlike devices."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_choices_of_equal_layouts_are_told_apart_by_their_forms() -> None:
 
 
 def test_what_turns_of_a_form_hide_is_counted_once() -> None:
-    """Panels of a linear on a grid travel beside its products, which the planner's price knows."""
+    """Panels of a linear on a grid overlap with its products, as in the planner's price."""
     graph, _ = planned("gpt2", None)
     grid = Mesh.parse("H100: node=2, gpu=2")
     options = Options(memory=1e12, pins=form("*.attn.c_proj", "2d"))

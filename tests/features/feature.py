@@ -71,7 +71,7 @@ class Run:
 
     Attributes:
         resumed: whether it is saved in the middle, and another program on another mesh goes on.
-        asynchronous: whether it is saved beside the steps that follow.
+        asynchronous: whether it is saved during the following steps.
         within: the largest relative error.
     """
 

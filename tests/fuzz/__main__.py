@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tests.fuzz.judge import Job, judge
+from tests.fuzz.oracle import Job, judge
 from tests.fuzz.programs import Random
 
 

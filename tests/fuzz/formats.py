@@ -21,12 +21,12 @@ from autopar.cost.algorithms import Level
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
 from autopar.cost.collectives import written
 from autopar.cost.model import AnalyticModel
-from autopar.cost.programs.collective_judge import judge
+from autopar.cost.programs.collective_checker import check_program
 from autopar.cost.programs.collective_program import CollectiveProgram
-from autopar.cost.programs.execution_judge import judge_plan
+from autopar.cost.programs.execution_checker import check_plan
 from autopar.cost.programs.execution_plan import ExecutionPlan
 from autopar.cost.programs.execution_writer import execution_plan
-from autopar.cost.programs.play import Flow, play
+from autopar.cost.programs.message_simulation import Flow, simulate_messages
 from autopar.cost.work import Gemm
 from autopar.intra_op import legal
 from autopar.intra_op.contest import format_problem, read_problem
@@ -136,14 +136,14 @@ def _graph(path: Path) -> object:
 def _collective(path: Path) -> object:
     program = CollectiveProgram.parse(path.read_bytes().decode("utf-8", "replace"))
     assert CollectiveProgram.parse(str(program)) == program
-    judge(program)
-    return play(Flow.of(program), [Level(program.ranks, 1e9, 1e-6)], 1e6)
+    check_program(program)
+    return simulate_messages(Flow.of(program), [Level(program.ranks, 1e9, 1e-6)], 1e6)
 
 
 def _execution(path: Path) -> object:
     plan = ExecutionPlan.load(path)
     assert ExecutionPlan.parse(str(plan)) == plan
-    return judge_plan(plan)
+    return check_plan(plan)
 
 
 def _mesh(path: Path) -> object:

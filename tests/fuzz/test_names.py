@@ -275,7 +275,7 @@ def test_programs_of_hostile_names_run_nothing_of_them(tmp_path: Path) -> None:
 
 
 def train(texts: Sequence[str]) -> None:
-    """A program beside the model in torch, for two steps."""
+    """Trains a program and the model in torch, for two steps."""
     model, batch = model_of(texts)
     plain, _ = model_of(texts)
     program = autopar.compile(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.judge import judge
+from tests.fuzz.oracle import judge
 
 QUICK, ALL, TOGETHER = 10, 1000, 99
 

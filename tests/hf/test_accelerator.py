@@ -1,4 +1,4 @@
-"""Loops of accelerate on sessions, judged by the same loop in torch on one process."""
+"""Loops of accelerate on sessions, compared with the same loop in torch on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published names of checkpoints, judged by the models whose transformers wrote them."""
+"""Published names of checkpoints, compared with the models of transformers that wrote them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer on a session, judged by `transformers.Trainer` on one process and the same batches."""
+"""Trainer on a session, compared with `transformers.Trainer` on one process and equal batches."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.inter_op import schedules as package
+from autopar.inter_op.checkers.deadlock_checker import check
+from autopar.inter_op.checkers.weights_checker import StageWeights, check_weights, walk
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
-from autopar.inter_op.judges.weights_judge import StageWeights, check_weights, walk
 from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import (
@@ -49,7 +49,7 @@ def legal(name: str, options: dict[str, int]) -> list[Schedule]:
 
 
 def run(made: Schedule) -> tuple[Step, list[StageWeights]]:
-    """Rows until the steady state and beyond, judged, and the weights that stages run on."""
+    """Returns checked rows beyond the steady state, and the weights that stages use."""
     step = complete(made).unrolled(made.warm_up + 3)
     check(step)
     check_weights(step, made.versions, made.stashes)
@@ -149,7 +149,7 @@ def changed(made: Schedule, rank: int, change: Any) -> Schedule:
     return replace(made, rows=tuple(rows))
 
 
-def test_the_judge_of_weights_sees_what_is_overwritten() -> None:
+def test_the_checker_detects_overwritten_weights() -> None:
     made = schedule("pipedream", 3, 4)
     step = complete(made).unrolled(4)
     with pytest.raises(ScheduleError, match="stage 0 needs 3 versions") as caught:
@@ -160,7 +160,7 @@ def test_the_judge_of_weights_sees_what_is_overwritten() -> None:
         check_weights(complete(schedule("2bw", 3, 4)).unrolled(4))
 
 
-def test_the_judge_of_weights_sees_a_backward_on_other_weights() -> None:
+def test_the_checker_detects_a_backward_on_other_weights() -> None:
     def newest(action: Action) -> Action:
         return action._replace(age=0) if action.kind == "B" else action
 
@@ -213,7 +213,7 @@ def test_sums_over_inner_axes_are_made_at_once() -> None:
         ("SYNC0.1/@gpu SYNC_BEGIN0.1/@node SYNC_AWAIT0.1/@node UPDATE0.1", ""),
     ],
 )  # fmt: skip
-def test_the_judge_sees_which_sums_an_update_lacks(ending: str, why: str) -> None:
+def test_the_checker_detects_missing_sums_of_an_update(ending: str, why: str) -> None:
     row = parse_row(f"F0.0 B0.0 F0.1 B0.1 {ending}")
     step = Step((row,), ((0,),), 2, Wiring((), ((),), (("node", "gpu"),)))
     if not why:

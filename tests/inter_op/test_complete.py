@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import DeadlockError, ScheduleError
+from autopar.inter_op.checkers.deadlock_checker import check
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import exact, schedule
@@ -279,10 +279,10 @@ def ends(step: Step) -> bool:
     st.sampled_from(["link", "rank"]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), max_size=6),
 )
-def test_the_judge_says_what_a_graph_of_all_that_waits_says(
+def test_the_checker_agrees_with_a_graph_of_all_dependencies(
     name: str, way: tuple[Queue, int], judged: Queue, swaps: list[tuple[int, int]]
 ) -> None:
-    """Rows made for either queue are judged for either, after random swaps of neighbours."""
+    """Rows made for either queue are checked for either, after random swaps of neighbours."""
     step = complete(schedule(name, 4, 4), None, *way)
     rows = [list(row) for row in step.rows]
     for rank, at in swaps:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import CostError, InfeasibleError
 from autopar.inter_op.partition import TOGETHER, partition
-from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress
+from autopar.inter_op.stage_values import Candidate, Law, Pipeline, Progress, StageSearchResult
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 
@@ -92,7 +92,7 @@ class World:
         draw = self._random(border, name(before), name(behind), count)
         return float(draw.uniform(0, 0.5)) / count
 
-    def search(self, laws: Sequence[Law], **options: object) -> Found:
+    def search(self, laws: Sequence[Law], **options: object) -> StageSearchResult:
         return partition(
             self.kinds, self.parts, laws=laws, microbatches=self.counts,
             memory=[self.room(part) for part in self.parts], stage_cost=self.ask,

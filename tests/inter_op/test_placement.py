@@ -10,7 +10,12 @@ import pytest
 
 from autopar.errors import InfeasibleError, ProblemError
 from autopar.inter_op.placement.methods import methods, place
-from autopar.inter_op.placement.placement_problem import PlacementProblem, Task, Transfer, play
+from autopar.inter_op.placement.placement_problem import (
+    PlacementProblem,
+    Task,
+    Transfer,
+    simulate_placement,
+)
 
 # The example of Topcuoglu, Hariri and Wu (2002): figure 1, seconds on three processors.
 SECONDS = (
@@ -106,6 +111,6 @@ def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ProblemError, match="wait for one another"):
         PlacementProblem("circle", tasks, circle, np.zeros((1, 1)), np.ones((1, 1)))
     with pytest.raises(ProblemError, match="before its inputs"):
-        play(drawn(0), [0, 0, 0, 0, 1, 1], [5, 4, 3, 2, 1, 0])
+        simulate_placement(drawn(0), [0, 0, 0, 0, 1, 1], [5, 4, 3, 2, 1, 0])
     with pytest.raises(ProblemError, match="no method"):
         place(small, "gradient")

@@ -198,7 +198,7 @@ def test_closed_forms_as_they_are_usually_written() -> None:
 
 
 def blocks(made: Schedule, times: Times, together: float) -> float:
-    """Seconds of DualPipeV where a forward and the backward beside it are one block.
+    """Returns the seconds of DualPipeV if a forward and its concurrent backward are one block.
 
     Its results come at its end. On the last rank the first pair is no block, to begin earlier.
     """

@@ -9,8 +9,8 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autopar.errors import ScheduleError
+from autopar.inter_op.checkers.deadlock_checker import check
 from autopar.inter_op.complete import complete
-from autopar.inter_op.judges.deadlock_judge import check
 from autopar.inter_op.schedule import Row, Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
@@ -133,8 +133,8 @@ def test_interleaved_zero_bubble_of_torch_is_not_faster_than_zb_v() -> None:
         ("dualpipe_v", "ScheduleDualPipeV"),
     ],
 )
-def test_the_judge_accepts_the_transfers_that_torch_places(name: str, torch_name: str) -> None:
-    """torch's are checked by its own simulator; we send the same, and the judge takes both."""
+def test_the_checker_accepts_the_transfers_that_torch_places(name: str, torch_name: str) -> None:
+    """torch's are checked by its own simulator; we send the same, and our checker accepts both."""
     for ranks, microbatches in ((2, 4), (4, 8), (3, 12)):
         made = schedule(name, ranks, microbatches)
         rows = their_order(torch_name, ranks, 2, microbatches, lowered=True)

@@ -106,7 +106,7 @@ output 'y' = %norm
     graph = parse_graph(text.strip() + "\n")
     dims = find_dims(graph, table())
     rows, columns = dims.outer("x")
-    found = {(a.cls, a.node, a.why) for a in dims.apart}
+    found = {(a.cls, a.node, a.why) for a in dims.unsplit}
     assert found == {
         (rows, "square", "stands in two dimensions"),
         (columns, "norm", "needs it whole"),
@@ -118,7 +118,7 @@ output 'y' = %norm
 def test_an_inner_part_of_a_dimension_is_listed_and_splits_evenly_only() -> None:
     dims, names = named(words.graph("even"))
     heads = names.index("heads")
-    kept = {names[a.cls] for a in dims.apart if a.why == "inside a merged dimension"}
+    kept = {names[a.cls] for a in dims.unsplit if a.why == "inside a merged dimension"}
     assert "head_dim" in kept
     assert "heads" not in kept
     assert dims.divides(heads, 2)

@@ -17,7 +17,7 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.operators.exchange import across
+from autopar.operators.exchange import local_steps
 
 RULES = rules()
 TWO = Mesh.parse("cpu: x=2")
@@ -86,7 +86,7 @@ def splits(item: OpRule, example: str) -> set[tuple[tuple[Layout, ...], tuple[La
     return {
         (s.operands, s.results)
         for s in found
-        if not str(s).startswith(("+", "-")) and not across(case.node, case.types, s.operands)
+        if not str(s).startswith(("+", "-")) and not local_steps(case.node, case.types, s.operands)
     }
 
 

@@ -79,7 +79,7 @@ def test_solvers_find_what_all_combinations_show(problem: Problem) -> None:
 
 @given(problems())
 @settings(max_examples=40, deadline=None)
-def test_the_judge_counts_every_interval(problem: Problem) -> None:
+def test_evaluate_counts_every_interval(problem: Problem) -> None:
     least, peaks = sum(frugal(problem.nodes)[1].values()), []
     for choice in combinations(problem)[:50]:
         judged = evaluate(problem, choice)

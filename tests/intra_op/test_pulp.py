@@ -1,4 +1,4 @@
-"""PuLP's program in words judges the one in arrays: equal optima, or both find none."""
+"""Compares PuLP's named program with the one in arrays: equal optima, or both find none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import MissingDependencyError, ProblemError
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.solvers.pulp import Stated, written
+from autopar.intra_op.solvers.pulp import PulpProgram, written
 from tests.intra_op.test_solvers import attempt, loose, tight
 
 
@@ -30,7 +30,7 @@ def test_names_and_constraints_are_those_of_the_docstring() -> None:
         Choices("relu:0", ("a", "b"), (5.0, 1e18), (2.0, 2.0), (1, 3)),
     )
     problem = Problem("p", nodes, (Edge(0, 1, [[3.0, 1.0], [0.0, 1.0]]),), 5.0)
-    lp = Stated(problem).lp
+    lp = PulpProgram(problem).lp
     assert {constraint.name for constraint in lp.constraints()} == {
         "one_choice_up_proj", "one_choice_relu_0", "follows_up_proj_relu_0_0_0",
         "follows_up_proj_relu_0_0_1", "leads_up_proj_relu_0_0_0", "memory_1",

@@ -11,7 +11,7 @@ from autopar.codegen.emit import emit
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.lower.lines import Call, Cite, Compute, Lowered, Move, Use
+from autopar.lower.lines import Call, Compute, Lowered, Move, SourceLine, Use
 from autopar.lower.lowered_text import format_lowered, parse_lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
@@ -53,7 +53,7 @@ def test_a_trace_keeps_the_program_that_is_printed(tmp_path: Path) -> None:
     price = cost_model(GRID, given).collective
     assert emit(captured.graph, plan.stages[0], price, program) == source
     # What is printed is the program that is given, whoever made it.
-    lines = tuple(line for line in program.forward.lines if not isinstance(line, Cite))
+    lines = tuple(line for line in program.forward.lines if not isinstance(line, SourceLine))
     silent = replace(program, forward=replace(program.forward, lines=lines))
     assert emit(captured.graph, plan.stages[0], price, silent) != source
 

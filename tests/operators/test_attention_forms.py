@@ -1,7 +1,7 @@
 """Forms of attention on gloo ranks: values, gradients and calls, against torch in one process.
 
-One start of ranks runs all cases. The judge is torch's own attention on whole tensors; nothing is
-shared with it but the drawing of the operands.
+One start of ranks runs all cases. The reference is torch's own attention on whole tensors; nothing
+is shared with it but the drawing of the operands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows travel to the devices of their experts and back, however uneven the load."""
+"""Rows are sent to the devices of their experts and back, even under uneven load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.intra_op.proofs.thread_ranks import ThreadDevice, on_all_devices
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.operators.across import Across
+from autopar.operators.sharded_operators import ShardedOperators
 from autopar.runtime.communication.communicator import Communicator
 from tests.support.ranks import run_ranks
 
@@ -85,7 +85,7 @@ def part(x: Tensor, layout: Layout, mesh: Mesh, at: dict[str, int]) -> Tensor:
     return x.clone()
 
 
-def on_device(device: Across, given: Results, way: str) -> Results:
+def on_device(device: ShardedOperators, given: Results, way: str) -> Results:
     """What one device computes of its parts."""
     _, axes, hops = WAYS[way]
     experts, tokens = layouts(axes, hops)

@@ -21,7 +21,7 @@ from autopar.intra_op.rule import resolve
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.executed.execution import Execution
-from autopar.ir.fusion.async_tensor_parallel import Beside
+from autopar.ir.fusion.async_tensor_parallel import OverlappableLinears
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
@@ -180,7 +180,7 @@ def test_gathers_before_products_scaled_by_rows_do_not_run_beside_them() -> None
     for text, beside in (("linears=float8", True), ("linears=float8-rows", False)):
         graph = captured(Normed(), text)
         shares = [n for n in graph.folded if n.op == "autopar.share"]
-        found = [linear for share in shares for linear in Beside(graph).readers(share)]
+        found = [linear for share in shares for linear in OverlappableLinears(graph).readers(share)]
         assert bool(found) == beside
 
 

@@ -20,7 +20,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines import automatic
 from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_pipeline
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.search import Searched
+from autopar.planning.pipelines.search import SearchResult
 from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.streaming import Copies, Streamed, copies_of
@@ -90,18 +90,18 @@ def test_a_search_takes_what_it_is_allowed_and_a_model_can_be_trained_by(
     it, which is told; the fastest of all searches is taken."""
     asked: dict[str, tuple[Options, Streamed]] = {}
 
-    def searched(*args: object, **how: object) -> Searched:
+    def searched(*args: object, **how: object) -> SearchResult:
         (name,) = how["schedules"] if len(how["schedules"]) == 1 else ("",)  # type: ignore[arg-type,misc]
         asked[name] = args[3], how["streamed"]  # type: ignore[assignment]
         seconds = {"": 3.0, "ampnet": 2.0}.get(name, 2.5)
-        return Searched(name, seconds, None, (), None)  # type: ignore[arg-type]
+        return SearchResult(name, seconds, None, (), None)  # type: ignore[arg-type]
 
     @cache
     def graph(tied: bool, samples: int) -> Graph:
         model, batch = gpt2(2, batch=8, tie_word_embeddings=tied)
         return capture_call(Call(model, (), batch).sized(samples), Options(), TRACE).graph
 
-    def found(tied: bool, device: str, **how: Any) -> tuple[Searched, set[str], list[str]]:
+    def found(tied: bool, device: str, **how: Any) -> tuple[SearchResult, set[str], list[str]]:
         asked.clear()
         told: list[str] = []
         model = AnySize(lambda samples, _: graph(tied, samples))

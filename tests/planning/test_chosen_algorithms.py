@@ -15,7 +15,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
-from autopar.cost.programs.played_seconds import Pace, played_seconds
+from autopar.cost.programs.simulated_seconds import MessageCosts, simulated_seconds
 from autopar.errors import (
     CalibrationError,
     CollectiveError,
@@ -135,9 +135,9 @@ def test_a_named_call_is_played_and_others_are_the_library_s() -> None:
     call = Collective("all_reduce", ("node", "gpu"), 3 << 20)
     named = Collective(call.kind, call.axes, call.nbytes, 0, "2d_torus")
     levels = model.network.levels(call.axes)
-    pace = Pace.of(model.device, levels)
+    pace = MessageCosts.of(model.device, levels)
     by = Algorithm("2d_torus", 1, (2, 4))
-    assert model.collective(named) == played_seconds(call.kind, by, levels, call.nbytes, pace)
+    assert model.collective(named) == simulated_seconds(call.kind, by, levels, call.nbytes, pace)
     model.chosen = ChosenAlgorithms(
         (ChosenRow("all_reduce", ("gpu", "node"), 1 << 20, "2d_torus"),)
     )
@@ -149,17 +149,17 @@ def test_a_named_call_is_played_and_others_are_the_library_s() -> None:
 
 
 def test_between_two_sizes_a_price_is_close_to_the_played_one() -> None:
-    from autopar.cost.programs.play import flow_of, play
+    from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 
     mesh = Mesh.parse("cpu: node=2 @1GB/s 5us, gpu=4 @10GB/s 1us")
     model = AnalyticModel(mesh)
     levels = model.network.levels(("node", "gpu"))
-    pace = Pace.of(model.device, levels)
+    pace = MessageCosts.of(model.device, levels)
     for name in ("flat_ring", "2d_torus", "h_ring", "halving_doubling"):
         for nbytes in (100, 5000, 70_000, 3_000_000, 1 << 33):
             flow = flow_of("all_reduce", name, (2, 4))
-            exact = play(flow, levels, nbytes, pace.adding, pace.base).seconds
-            found = played_seconds("all_reduce", Algorithm(name), levels, nbytes, pace)
+            exact = simulate_messages(flow, levels, nbytes, pace.adding, pace.base).seconds
+            found = simulated_seconds("all_reduce", Algorithm(name), levels, nbytes, pace)
             assert found == pytest.approx(exact, rel=0.02)
 
 

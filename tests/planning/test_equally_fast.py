@@ -1,4 +1,4 @@
-"""Of pipelines that prices cannot tell apart the simplest is taken."""
+"""Of pipelines that are equally fast within the error of prices, the simplest is chosen."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def used(name: str, made: autopar.Plan) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_megatron_splits_what_the_names_of_a_family_say(name: str) -> None:
-    """Patterns over names of transformers' modules are the judge."""
+    """Compares with patterns over the names of transformers' modules."""
     case = parity.Case("gpu=2", "tensor")
     jobs = parity.Sharded(name, [case])
     (plan,) = jobs.plans

@@ -1,4 +1,4 @@
-"""Replicas that train apart are offered only on request, and priced by closed forms."""
+"""Independent replicas are considered only on request, and priced by closed forms."""
 
 from __future__ import annotations
 

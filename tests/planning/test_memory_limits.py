@@ -76,8 +76,8 @@ def ratio(name: str, layers: int, batch: int, chip: str, plan: str) -> float:
     mesh, known = Mesh.parse(f"{chip}: {axes}"), table()
     prices, slowdown = AnalyticModel(mesh), device(mesh).slowdown
     said = resolve_pins(pins, graph, mesh, known)
-    lies = _in_one_piece if plan == "whole states" else None
-    given = Assumptions(slowdown=slowdown, lies=lies)
+    allowed_storages = _in_one_piece if plan == "whole states" else None
+    given = Assumptions(slowdown=slowdown, allowed_storages=allowed_storages)
     built = build(graph, mesh, prices, known, given, memory_limit=1e15, pins=said)
     choice = solve(built.problem).choice
     made = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))

@@ -86,7 +86,7 @@ def graph_of(model: nn.Module, batch: dict[str, Tensor], loss_fn: Any = None) ->
 def best(
     graph: Graph, mesh: Mesh, limit: float | None = None, pins: dict[str, str] | None = None
 ) -> Best:
-    """The optimum, judged by what the solver does not know."""
+    """Returns the optimum, checked by code that the solver does not use."""
     built = build(graph, mesh, AnalyticModel(mesh), rules(), memory_limit=limit, pins=pins)
     solution = solve(built.problem, gap=0.0)
     judged = evaluate(built.problem, solution)

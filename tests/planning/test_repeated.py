@@ -110,7 +110,7 @@ def test_a_device_keeps_what_its_other_stages_keep_and_needs_once_what_one_needs
     _, _, graph, ends = perceptron
     part, mesh = stage_graphs(graph, ends, Trace(None))[0], Mesh.parse("H100: gpu=2")
     alone = planned(part, str(mesh), Repeated(8, 4))
-    shared = planned(part, str(mesh), Repeated(8, 4, beside=3))
+    shared = planned(part, str(mesh), Repeated(8, 4, rank_stages=3))
     assert shared.nodes == alone.nodes
     options = Options()
     figures = stage_figures(part, alone, options, AnalyticModel(mesh))
@@ -119,7 +119,7 @@ def test_a_device_keeps_what_its_other_stages_keep_and_needs_once_what_one_needs
     assert peaks[1] - peaks[0] == pytest.approx(2 * kept)
     # What the problem itself counts, too, keeps a limit that only a thriftier plan keeps.
     limit = 0.97 * shared.predicted.peak_bytes
-    thrifty = planned(part, str(mesh), Repeated(8, 4, beside=3), memory=limit)
+    thrifty = planned(part, str(mesh), Repeated(8, 4, rank_stages=3), memory=limit)
     assert thrifty.predicted.peak_bytes <= limit
 
 

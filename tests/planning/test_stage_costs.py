@@ -29,7 +29,7 @@ from autopar.planning.pipelines import layered as parts
 from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.search import INEXACT, Borders, play, search
+from autopar.planning.pipelines.search import INEXACT, Borders, search, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import stage_graphs, weights
 from autopar.planning.pipelines.variants import InFlight
@@ -216,7 +216,7 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
             0.0,
             0.0,
         )
-        tried.append(play(one, transfer)[0])
+        tried.append(simulate_pipeline(one, transfer)[0])
     assert found.closed_form.bound <= found.closed_form.best.seconds * (1 + 1e-9)
     # The best is looked for by formulas, to which simulations come as near as that.
     assert found.seconds <= min(tried) * (1 + INEXACT)

@@ -74,7 +74,7 @@ def close(one: Tensor | None, other: Tensor) -> None:
 
 
 def train(case: str) -> None:
-    """Trains beside plain torch on whole batches, and evaluates in between."""
+    """Trains like plain torch on whole batches, and evaluates in between."""
     alone = tagger()
     options = {"accumulate": COUNT, **CASES[case]}
     program = autopar.compile(tagger(), LINE, optimizer=adam, shapes=2, **options)

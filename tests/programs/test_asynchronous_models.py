@@ -1,8 +1,8 @@
 """Asynchronous pipelines of models and runs that are no chains of linear layers at one rate.
 
-The judge runs the whole model in one process, a microbatch after the other, by torch's autograd on
-the version of the weights that a closed form gives, for methods whose backward runs on the weights
-of its forward.
+The reference runs the whole model in one process, a microbatch after the other, by torch's autograd
+on the version of the weights that a closed form gives, for methods whose backward runs on the
+weights of its forward.
 """
 
 from __future__ import annotations

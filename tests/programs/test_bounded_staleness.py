@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import FileStore
 
 import autopar
-from autopar.inter_op.judges.deadlock_judge import check
+from autopar.inter_op.checkers.deadlock_checker import check
 from autopar.ir.action import SYNC_AWAIT, SYNC_BEGIN, Action
 from autopar.ir.pipeline_step import Step, Wiring, unrolled
 from autopar.runtime.pipeline.sums import Sums

@@ -1,4 +1,4 @@
-"""Evaluations beside training, and batches of several shapes.
+"""Evaluations during training, and batches of several shapes.
 
 Judged by the unsharded model in plain torch, in float64: the same steps, and `model.eval()` between
 them.

@@ -1,4 +1,4 @@
-"""Generation, judged by transformers' own `generate` on the unsharded model."""
+"""Generation, compared with transformers' own `generate` on the unsharded model."""
 
 from __future__ import annotations
 

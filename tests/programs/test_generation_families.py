@@ -1,4 +1,4 @@
-"""Generation from families of transformers, judged by transformers' own `generate`.
+"""Generation from families of transformers, compared with transformers' own `generate`.
 
 Windows are shorter than the texts, some prompts are padded, the vocabulary does not divide, and one
 sequence is left over. Weights are large, so that texts depend on every word.

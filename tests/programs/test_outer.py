@@ -1,4 +1,4 @@
-"""Replicas that train apart do what one process computes that simulates all of them."""
+"""Independent replicas compute the same as one process that simulates all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that train apart go on from a checkpoint to the bit, and other plans load it."""
+"""Independent replicas resume from a checkpoint bit for bit, and other plans load it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_training() -> None:
 
 
 def check(cases: list[Case]) -> None:
-    """Train all cases in one process group, and judge every one of them."""
+    """Trains all cases in one process group, and checks each of them."""
     jobs = Jobs(cases)
     references = {}
     for case in cases:

@@ -1,4 +1,4 @@
-"""Figures of steps that callbacks receive, judged by closed forms and by a rank that is late."""
+"""Figures of steps that callbacks receive, compared with closed forms and with a delayed rank."""
 
 from __future__ import annotations
 

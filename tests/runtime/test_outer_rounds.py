@@ -145,4 +145,4 @@ def test_a_method_is_one_file(tmp_path: Path) -> None:
     x = torch.tensor([4.0])
     halving({}).update(x, torch.tensor([6.0]), {}, None)
     assert x.item() == 3.0
-    assert halving({}).beside(ADAMW) == ADAMW
+    assert halving({}).added_to(ADAMW) == ADAMW

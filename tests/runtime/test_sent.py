@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.resharding import Resharder
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
-from autopar.operators.across import Across, Axes
+from autopar.operators.sharded_operators import Axes, ShardedOperators
 from autopar.runtime.module_loader import load
 from autopar.runtime.parameters.pieces import Parameter
 from autopar.stage_plan import StagePlan
@@ -93,7 +93,7 @@ class Peers:
         return None, before  # the first device has nobody before it
 
 
-class Ledger(Across):
+class Ledger(ShardedOperators):
     """Stands for the first device of a mesh: shapes as there, and a list of what would be sent.
 
     It shares nothing with the runtime or the planner but the table in `autopar/ir/collective.py`:

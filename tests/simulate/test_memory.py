@@ -179,7 +179,7 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_predicted_bytes_are_measured_bytes_beside_linears(name: str) -> None:
-    """Collectives beside linears, which on CPUs come one after the other."""
+    """Collectives that overlap with linears, which on CPUs run one after the other."""
     model, batch = make(name, 4)
     options = Options(pins=PLANS["sequence"][1], fuse=(ASYNC,))
     captured = capture_graph(model, (), batch, options, Trace(None))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.runtime.calls.variant import Variant
 from autopar.runtime.executor import Executor
-from autopar.runtime.offload.host_streams import Host, Put
+from autopar.runtime.offload.host_streams import Host, OffloadCopy
 from autopar.simulate import Task
 from benchmarks.alive import Alive
 
@@ -82,7 +82,7 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
 
     put, step = Host.put, executor.update.step
 
-    def unseen(host: Host, tensor: Tensor, into: Tensor | None = None) -> Put:
+    def unseen(host: Host, tensor: Tensor, into: Tensor | None = None) -> OffloadCopy:
         with _disable_current_modes():  # what is in host memory is not on the device
             return put(host, tensor, into)
 

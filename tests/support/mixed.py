@@ -29,7 +29,7 @@ def used_whole(context: PinContext) -> dict[str, str]:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer beside a trained product of low rank (LoRA, arXiv:2106.09685)."""
+    """A frozen linear layer plus a trained product of low rank (LoRA, arXiv:2106.09685)."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()

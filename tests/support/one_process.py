@@ -1,4 +1,4 @@
-"""Trains a model on one process beside a session, and compares."""
+"""Trains a model in one process and in a session, and compares both."""
 
 from __future__ import annotations
 

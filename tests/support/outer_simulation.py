@@ -1,4 +1,4 @@
-"""One process that plays all replicas of an outer method, from the formulas of the papers.
+"""One process that simulates all replicas of an outer method, from the formulas of the papers.
 
 It shares no code with `autopar/runtime/outer/`: parameters are dictionaries of whole tensors.
 """

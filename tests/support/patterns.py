@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def parameters(graph: Graph) -> list[Node]:
-    """The parameters of the first block, which stand for those of all."""
+    """Returns the parameters of the first block, which represent those of all blocks."""
     (repeat,) = graph.repeats
     return [graph[name] for name in repeat.iterations[0] if graph[name].op == "param"]
 

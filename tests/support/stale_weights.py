@@ -1,4 +1,4 @@
-"""A simulation of stale weights in one process, the judge of asynchronous pipelines.
+"""A simulation of stale weights in one process, the reference for asynchronous pipelines.
 
 The simulation shares no code with autopar: the layers' backwards are written out by hand, a
 microbatch after the other, and every one of them is told by a closed form on which version of each

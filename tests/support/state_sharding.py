@@ -120,7 +120,7 @@ class Case:
 
     @property
     def pins(self) -> list[PinFunction]:
-        """Data parallelism, with Megatron's beside it if that is asked for."""
+        """Returns the pins of data parallelism, with Megatron's if requested."""
         return [data_parallel("node"), megatron("gpu")] if self.tensor else [data_parallel()]
 
 

@@ -59,7 +59,7 @@ class Tower(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A perceptron of experts beside a stream."""
+    """A perceptron of experts on a residual stream."""
 
     def __init__(self, stream: int) -> None:
         super().__init__()

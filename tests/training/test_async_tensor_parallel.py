@@ -24,7 +24,7 @@ from autopar.explain.moves import moves
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.fusion import ASYNC, Fuse, choose
-from autopar.ir.fusion.async_tensor_parallel import runs_beside
+from autopar.ir.fusion.async_tensor_parallel import overlapped_step
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute, run_names
@@ -78,7 +78,7 @@ class Case:
     how: dict[str, str] = field(default_factory=dict)
 
     def trained(self, found: Captured) -> list[tuple[Run, dict[str, int]]]:
-        """This rank's runs, apart and by torch's operators, and how often these were called."""
+        """Returns this rank's runs, without and with torch's operators, and numbers of calls."""
         called, runs = Called(), []
         library = with_torch_s_operators(called)
         compiler = importlib.import_module("autopar.session.compiler")
@@ -271,5 +271,5 @@ def test_only_equal_parts_of_rows_are_gathered_beside_linears(
     resharder = Resharder(mesh, lambda call: call.nbytes, {"bf16": wide} if wide else {})
     value = Node("x", "aten.gelu", (), (), (tensor,), requires_grad=True)
     steps = resharder.steps(tensor, Layout.parse(src)[1], Layout.parse(dst)[1])
-    found = runs_beside("all_gather", value, steps, {"gpu"}, resharder)
+    found = overlapped_step("all_gather", value, steps, {"gpu"}, resharder)
     assert (found is not None) == beside

@@ -342,7 +342,7 @@ def spread(
 
 
 def check(cases: list[Case]) -> None:
-    """Ranks train as the judge does, and something is compressed."""
+    """Checks that ranks train like the reference, and that something is compressed."""
     count = Mesh.parse(cases[0].mesh).size
     results = run_ranks(train, cases, count=count)
     for number, case in enumerate(cases):

@@ -99,7 +99,7 @@ class Jobs:
 
 
 def check(jobs: Jobs, mesh: str) -> None:
-    """Train the models in one process group, and judge every one of them."""
+    """Trains the models in one process group, and checks each of them."""
     ranks = run_ranks(jobs.train, mesh)
     wrong = {}
     for name in ranks[0]:

@@ -36,7 +36,7 @@ class Encoder(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Draws beside layouts that all_to_alls change."""
+    """Draws random numbers between layouts that all_to_alls change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def test_training_by_every_plan_on_every_mesh(name: str, tmp_path: Path) -> None
 
 
 def check(name: str, cases: list[Case], folder: Path) -> None:
-    """Train all cases in one process group, and judge every one of them."""
+    """Trains all cases in one process group, and checks each of them."""
     jobs = Sharded(name, cases)
     whole = {key[:2]: unsharded(name, *key[:2]) for key in jobs.captured}
     ranks = run_ranks(jobs.train)

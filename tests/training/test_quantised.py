@@ -358,7 +358,7 @@ def test_a_state_sharding_that_sends_none_of_it_is_refused_by_name(
 ) -> None:
     what = precision.partition("=")[0]
     with pytest.raises(PrecisionError, match=f"{what} cannot be sent as int8 blocks under"):
-        Options(state=state, precision=Precision.read(precision)).lies(NODES)
+        Options(state=state, precision=Precision.read(precision)).allowed_storages(NODES)
 
 
 def test_blocks_are_read_and_written_as_a_part_of_a_precision() -> None:

@@ -84,7 +84,7 @@ def made(shape: Shape) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def trained_on_rank(shapes: tuple[Shape, ...]) -> list[tuple[list[float], dict[str, Tensor], bool]]:
-    """Losses, parameters, and whether some value lies in parts of different lengths."""
+    """Returns losses, parameters, and whether some value has parts of different lengths."""
     found = []
     for shape, mesh in itertools.product(shapes, MESHES[dist.get_world_size()]):
         model, batch = made(shape)

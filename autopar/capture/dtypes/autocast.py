@@ -1,8 +1,8 @@
 """Replaces torch.autocast inside a forward by casts of operands.
 
-A trace has the operators of such a block as the model wrote them, with results in autocast's
-dtypes. torch itself is asked, operator by operator, which operands it casts and to which dtype, so
-none of its lists is copied here.
+A trace contains the operators of such a block without the casts, and with results in autocast's
+dtypes. This file runs each operator under autocast without values, to observe which operands torch
+casts and to which dtype. It needs no copy of torch's lists of operators.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.composite import has_kernel, is_composite, parts
-from autopar.capture.traced import source_of, tensors_of
+from autopar.capture.traced_nodes import source_of, tensors_of
 from autopar.errors import CaptureError
 
-# These call products whose operands autocast casts, which a trace does not show.
+# These compute products whose operands autocast casts, which a trace does not show.
 _HIDDEN = (torch.ops.aten.bilinear.default, torch.ops.aten._trilinear.default)
 
 

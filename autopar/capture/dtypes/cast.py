@@ -17,7 +17,8 @@ from autopar.operators.interpret import TORCH_DTYPES
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Returns a context in which a model's floating parameters have the computing dtype.
 
-    They have no values there; the context restores the model. Buffers are unchanged.
+    The cast parameters have no values. On exit, the context restores the model. Buffers are
+    unchanged.
 
     Raises:
         PrecisionError: the model has no floating parameter.

@@ -20,7 +20,7 @@ _LOSSES: frozenset[Callable[..., Any]] = frozenset(
     for name, function in vars(functional).items()
     if callable(function) and (name.endswith("_loss") or name in _NAMES)
 )
-# The logarithms from which losses are often written out.
+# The logarithms that hand-written losses often use.
 _LOGARITHMS: frozenset[Callable[..., Any]] = frozenset(
     getattr(place, name)
     for place in (functional, torch, Tensor)
@@ -44,7 +44,7 @@ class _InFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Calls a function; a loss gets wide operands."""
+        """Calls a function; if it is a loss, casts its operands to float32."""
         kwargs = kwargs or {}
         if func in _WIDE and "dtype" not in kwargs:
             args = tuple(map(self._wide, args))

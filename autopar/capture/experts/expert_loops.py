@@ -1,13 +1,14 @@
-"""Traces a loop over experts, each of which computes the rows that chose it, as one mixture.
+"""Traces a loop over experts, each applied to the tokens that chose it, as one mixture.
 
     mask = one_hot(ids, experts).permute(2, 1, 0)
     for expert in (mask.sum((-1, -2)) > 0).nonzero():
         slot, token = torch.where(mask[expert[0]])
         out.index_add_(0, token, f(x[token], up[expert], down[expert]) * weights[token, slot, None])
 
-How many rows an expert has depends on values. The loop is therefore run once, by an expert that
-stands for all of them, and what it does to its rows is recorded; `index_add_` then adds what
-`autopar.mixture` of the same weights gives. Anything else is refused at its line.
+The number of tokens of an expert depends on tensor values. The loop therefore runs once, for a
+placeholder that represents all experts, and the operations on its rows are recorded. `index_add_`
+then adds the result of `autopar.mixture` of the same weights. Other operations raise CaptureError
+at the user's line.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class _Chosen:
 
     Attributes:
         ids: the experts of every token, [tokens, slots].
-        dims: what its dimensions are: "token", "slot" and "expert".
-        experts: how many experts there are.
-        seen: whether it says which experts have a row.
+        dims: names of its dimensions: "token", "slot" and "expert".
+        experts: number of experts.
+        seen: whether it tells which experts have a row.
     """
 
     ids: Tensor
@@ -53,7 +54,7 @@ class _Chosen:
     seen: bool = False
 
     def moved(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Chosen | None:
-        """Returns what `permute`, `transpose` or `sum` makes of the dimensions; None if unknown."""
+        """Returns the result of `permute`, `transpose` or `sum`; None if its meaning is unknown."""
         dims, given = self.dims, args[0] if args else kwargs.get("dim", kwargs.get("dims"))
         if name == "permute":
             order = given if isinstance(given, (tuple, list)) else args
@@ -72,15 +73,15 @@ class _Chosen:
 
 @dataclass
 class ExpertLoops:
-    """Loops over experts of one trace: tensors from which they come, by identity."""
+    """The loops over experts of one trace: the tensors that control them, by identity."""
 
     _known: dict[int, tuple[Tensor, _Chosen]] = field(default_factory=dict)
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns what a call of the loop gives, NotImplemented for any other.
+        """Returns the result of a call inside such a loop; NotImplemented for any other call.
 
         Raises:
-            CaptureError: the call has no meaning for rows whose number is unknown.
+            CaptureError: the call needs the number of rows, which is unknown.
         """
         given = [*args, *kwargs.values()]
         inside = [x for arg in given for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
@@ -98,9 +99,9 @@ class ExpertLoops:
 
     @staticmethod
     def numbered(args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns arguments with numbers for experts whose numbers are known.
+        """Returns arguments with experts replaced by their numbers, where these are known.
 
-        The first one stays: it is what a method is called of.
+        The first argument is kept, because it is the object whose method is called.
         """
         return tuple(
             arg.index() if at and isinstance(arg, Expert) and arg.numbered else arg
@@ -108,7 +109,7 @@ class ExpertLoops:
         )
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Remembers the result of a call from which a loop may come."""
+        """Records the result of a call if a loop over experts may iterate over it."""
         if not isinstance(result, Tensor) or not args or not isinstance(args[0], Tensor):
             return
         chosen = self._of(args[0])
@@ -131,14 +132,14 @@ class ExpertLoops:
 
 
 def _mask(chosen: _Chosen, index: Any) -> Mask:
-    """Returns the part of a one-hot tensor that an expert has."""
+    """Returns the part of a one-hot tensor for one expert."""
     if not isinstance(index, Expert) or chosen.dims[:1] != ("expert",) or len(chosen.dims) != 3:
         raise refused("__getitem__")
     return Mask(chosen.ids, chosen.dims[1:])
 
 
 def applied(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of which an argument is part of a loop over experts.
+    """Calls a function with an argument from a loop over experts.
 
     Raises:
         CaptureError: the result depends on the number of rows, or is not part of a mixture.
@@ -178,7 +179,7 @@ _COLUMNS: list[tuple[str, Any]] = [
 
 
 def _taken(x: Tensor, index: Any) -> StandIn:
-    """Returns x[index], where the index is part of a loop."""
+    """Returns x[index] for an index from a loop over experts."""
     match index:
         case Expert() if x.dim() in (2, 3):
             return Weight(x)
@@ -219,7 +220,7 @@ def _straight(weight: Weight, turned: bool) -> Tensor:
 
 
 def _of_rows(rows: Rows, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns what a function gives whose first argument is rows."""
+    """Returns the result of a function whose first argument is rows of an expert."""
     if name == "dropout" and not drops(*args, **kwargs):
         return rows
     if name in _UNCHANGED:
@@ -273,7 +274,7 @@ def _weighted(rows: Rows, share: Share) -> Rows:
 
 
 def _function(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Rows:
-    """Returns rows of a function, element by element."""
+    """Returns the rows after an elementwise function."""
     args = [*args, *_in_order(name, kwargs or {})]
     rows = next(arg for arg in args if isinstance(arg, Rows))
     if name not in FUNCTIONS or not rows.text or rows.down is not None or len(args) > 3:
@@ -299,7 +300,7 @@ def _in_order(name: str, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _added(out: Tensor, dim: Any, index: Any, rows: Any, alpha: Any = 1) -> Tensor:
-    """Adds the mixture that the recorded rows are of."""
+    """Adds the mixture that computes the recorded rows."""
     token = isinstance(index, Places) and index.of == "token" and isinstance(rows, Rows)
     if dim not in (0, -2) or not token or alpha != 1 or rows.ids is not index.ids:
         raise refused("index_add_")

@@ -1,12 +1,13 @@
-"""Traces loops over experts by number, each of which computes the rows of the tokens that chose it.
+"""Traces loops over expert numbers, in which each expert processes the tokens that chose it.
 
     for i, expert in enumerate(self.experts):
         token, slot = torch.where(ids == i)
         out[token] += weights[token, slot, None] * expert(x[token])
 
 A token chooses an expert at most once, so the rows are those that a mask of tokens selects, and are
-traced as these (see `stand_ins/selected.py`); `passes/looped_experts.py` then finds the mixture.
-An expert that no token chose adds nothing, so that a branch that leaves it out is always taken.
+traced like these (see `stand_ins/selected.py`). `passes/experts/looped_experts.py` then merges the
+loop into a mixture. An expert that no token chose adds nothing; a branch that skips such experts is
+therefore traced as if every expert had tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.capture.experts.chosen import ANY, IDS, MASK, Choice, Choices
+from autopar.capture.experts.expert_choices import ANY, IDS, MASK, Choice, Choices
 from autopar.capture.experts.expert_rows import Count, Hits, StandIn, refused
 from autopar.capture.stand_ins.selected import Selected
 
@@ -33,9 +34,9 @@ class Positions(StandIn):
     """Indices of the chosen elements of a mask along one of its dimensions.
 
     Attributes:
-        mask: the mask, with its tokens first.
-        tokens: which tokens have an element, a mask of the dimensions of tokens.
-        at: number of the dimension, counted in `mask`.
+        mask: the mask, with the dimensions of tokens first.
+        tokens: a mask over the dimensions of tokens: whether a token has a chosen element.
+        at: index of the dimension in `mask`.
     """
 
     mask: Tensor
@@ -56,7 +57,7 @@ class Positions(StandIn):
         return Count()
 
     def tolist(self) -> Positions:
-        """Returns the indices: a list is used like a tensor."""
+        """Returns the indices themselves: a list of them is used like the tensor."""
         return self
 
     def __len__(self) -> int:
@@ -78,10 +79,10 @@ class ExpertMasks:
     _assumed: set[tuple[int, int | None]] = field(default_factory=set)
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns what a call of such masks and their positions gives, NotImplemented for others.
+        """Returns the result of a call with such masks or positions; NotImplemented for others.
 
         Raises:
-            CaptureError: the call has no meaning for rows whose number is unknown.
+            CaptureError: the call needs the number of rows, which is unknown.
         """
         given = [*args, *kwargs.values()]
         inside = [x for arg in given for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
@@ -112,7 +113,7 @@ class ExpertMasks:
     def _counted(
         self, choice: Choice, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Returns the experts that have rows, or how many each has."""
+        """Returns the experts that have rows, or the number of rows of each expert."""
         if name == "unique" and not any(v for k, v in kwargs.items() if k != "sorted"):
             return Hits(args[0], choice.experts, False, numbered=True)
         if name == "bincount" and kwargs in ({"minlength": choice.experts},) and len(args) == 1:
@@ -121,7 +122,7 @@ class ExpertMasks:
         return NotImplemented
 
     def selected(self, x: Any, mask: Any) -> Any:
-        """Returns x[mask] for a mask of tokens and slots, NotImplemented for others."""
+        """Returns x[mask] for a mask of tokens and slots; NotImplemented for other masks."""
         choice = self.choices.of(mask)
         if choice is None or choice.what != MASK or choice.dims[-1:] != ("slot",):
             return NotImplemented
@@ -144,7 +145,7 @@ class ExpertMasks:
         return tuple(Positions(moved, tokens, order.index(at)) for at in range(len(dims)))
 
     def _truth(self, choice: Choice, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Assumes that an expert has rows: it adds nothing otherwise."""
+        """Assumes that an expert has rows, since an expert without rows adds nothing."""
         compared = name.strip("_") in _COMPARED and args[1:] == (0,) and not kwargs
         if not compared and name not in _TRUTH:
             return NotImplemented
@@ -176,10 +177,10 @@ def _writes(name: str) -> bool:
 
 
 def _positioned(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of which an argument is positions of chosen tokens.
+    """Calls a function with an argument that holds positions of chosen tokens.
 
     Raises:
-        CaptureError: the result depends on their number.
+        CaptureError: the result depends on the number of positions.
     """
     first, plain = args[0] if args else None, name.strip("_")
     if isinstance(first, Tensor):
@@ -208,7 +209,7 @@ def _positioned(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _column(of: PositionTable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns a column of positions, or all of them."""
+    """Returns a column of the positions, or all columns."""
     if len(of.columns) == 1 and name in ("squeeze", "flatten", "ravel"):
         return of.columns[0]
     if len(of.columns) == 1 and name in ("view", "reshape") and tuple(args) == (-1,):
@@ -225,7 +226,7 @@ def _column(of: PositionTable, name: str, args: Sequence[Any], kwargs: dict[str,
 
 
 def _tokens_of(x: Tensor, index: Any) -> tuple[Positions, list[Any]]:
-    """Returns the positions of tokens at the start of an index, and its rest."""
+    """Returns the positions of tokens at the start of an index, and the rest of the index."""
     items = list(index) if isinstance(index, tuple) else [index]
     first = items[0] if items else None
     if not isinstance(first, Positions):
@@ -242,7 +243,7 @@ def _tokens_of(x: Tensor, index: Any) -> tuple[Positions, list[Any]]:
 def _taken(x: Tensor, index: Any) -> Any:
     """Returns the rows of x of tokens that chose an expert, or their weights."""
     if isinstance(index, tuple) and len(index) == 2 and index[0] is None:
-        index = index[1]  # a dimension of one, which a view takes away again
+        index = index[1]  # a dimension of size one, which a view removes again
     first, rest = _tokens_of(x, index)
     while rest and isinstance(rest[-1], slice) and rest[-1] == slice(None):
         rest.pop()
@@ -261,7 +262,7 @@ def _taken(x: Tensor, index: Any) -> Any:
 
 
 def _rows(x: Tensor, index: Any, rows: Any) -> tuple[Tensor, Selected]:
-    """Returns the mask of tokens of an index, and rows of the same tokens."""
+    """Returns the mask of tokens of an index, and the rows for the same tokens."""
     first, rest = _tokens_of(x, index)
     if rest or not isinstance(rows, Selected) or rows.source is not first.tokens:
         raise refused("index_add_", "the rows are not those of the same tokens")
@@ -269,7 +270,7 @@ def _rows(x: Tensor, index: Any, rows: Any) -> tuple[Tensor, Selected]:
 
 
 def _added(out: Tensor, index: Any, rows: Any, written: bool) -> Tensor:
-    """Adds rows to those of their tokens, no two of which are the same."""
+    """Adds rows to the rows of their tokens; no token occurs twice."""
     _, selected = _rows(out, index, rows)
     each = selected.filled(0.0).reshape(out.shape).to(out.dtype)
     return out.add_(each) if written else out + each

@@ -1,4 +1,4 @@
-"""Stand-ins for the tensors in a loop over experts: an expert, its rows and their operations."""
+"""Placeholders for the tensors in a loop over experts: an expert, its rows, their operations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def refused(name: str, why: str = "how many rows an expert has depends on values
 
 
 class StandIn:
-    """A value of a loop over experts that has no tensor. Its functions go to the trace's mode."""
+    """A placeholder for a value of a loop over experts; the trace's mode handles its functions."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses a function that no mode has taken."""
+        """Raises CaptureError for a function that no mode has handled."""
         raise refused(str(getattr(func, "__name__", func)))
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +46,7 @@ class StandIn:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Returns a method of tensors that any mode can pass on."""
+    """Returns a tensor method that is dispatched to the active mode."""
 
     def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
         return handle_torch_function(method, (self,), self, *args, **kwargs)
@@ -77,9 +77,9 @@ class Hits(StandIn):
 
     Attributes:
         ids: the experts of every token.
-        count: how many experts there are.
-        column: whether each is a tensor of one element.
-        numbered: whether each has its own number from the beginning.
+        count: number of experts.
+        column: whether each expert is a tensor of one element.
+        numbered: whether the loop yields every expert with its own number.
     """
 
     ids: Tensor
@@ -90,20 +90,20 @@ class Hits(StandIn):
     def __iter__(self) -> Iterator[Expert]:
         first = Expert(self.ids, 0, self.column, [True] * self.numbered)
         yield first
-        if first.numbered:  # it has been looked up in a list, which has a module for each
+        if first.numbered:  # it has indexed a list of modules
             for number in range(1, self.count):
                 yield Expert(self.ids, number, self.column, [True])
 
 
 @dataclass(frozen=True, eq=False)
 class Expert(StandIn):
-    """An expert that stands for all of them, or one of them once its number is needed.
+    """A placeholder for all experts, or for one expert once its number has been read.
 
     Attributes:
         ids: the experts of every token.
         number: its number.
         column: whether it is a tensor of one element.
-        asked: not empty if its number has been needed.
+        asked: not empty if its number has been read.
     """
 
     ids: Tensor
@@ -113,7 +113,7 @@ class Expert(StandIn):
 
     @property
     def numbered(self) -> bool:
-        """Returns whether it is one of them."""
+        """Returns whether it represents one expert rather than all."""
         return bool(self.asked)
 
     def __index__(self) -> int:
@@ -132,10 +132,10 @@ class Expert(StandIn):
         return replace(self, column=False)
 
     def index(self) -> int | slice:
-        """Returns what takes the part of this expert from a tensor of all."""
+        """Returns the index of this expert's part in a tensor of all experts."""
         return slice(self.number, self.number + 1) if self.column else self.number
 
-    def __eq__(self, other: object) -> bool:  # with the number of experts, which none has
+    def __eq__(self, other: object) -> bool:  # no expert has the number of experts
         if isinstance(other, int):
             return False
         raise refused("==")
@@ -148,14 +148,14 @@ class Expert(StandIn):
 
 @dataclass(frozen=True, eq=False)
 class Mask(StandIn):
-    """Mask of the slots of tokens that chose the expert."""
+    """A mask over tokens and slots: whether a token chose the expert in that slot."""
 
     ids: Tensor
     dims: tuple[str, ...]
 
 
 class Count(StandIn):
-    """The number of rows of an expert that has some."""
+    """The number of rows of an expert that has at least one."""
 
     def __eq__(self, other: object) -> bool:
         if other == 0:
@@ -193,11 +193,11 @@ class Places(StandIn):
 
 @dataclass(frozen=True, eq=False)
 class Weight(StandIn):
-    """The weight of the expert, as [out, in] or turned, or its bias [out].
+    """The weight of the expert, [out, in] or its transpose, or its bias [out].
 
     Attributes:
-        every: of all experts.
-        turned: whether its dimensions have been exchanged.
+        every: the weights of all experts.
+        turned: whether it is transposed.
     """
 
     every: Tensor
@@ -205,7 +205,7 @@ class Weight(StandIn):
 
     @property
     def T(self) -> Weight:
-        """The weight with its dimensions exchanged."""
+        """The transpose of the weight."""
         return replace(self, turned=not self.turned)
 
     mT = T
@@ -213,7 +213,7 @@ class Weight(StandIn):
 
 @dataclass(frozen=True, eq=False)
 class Share(StandIn):
-    """The weights of the rows that chose the expert, [rows, 1] or, without a column, [rows]."""
+    """The routing weights of the rows that chose the expert, [rows, 1] or [rows]."""
 
     ids: Tensor
     weights: Tensor
@@ -233,7 +233,7 @@ class Product:
     bias: Tensor | None
 
     def part(self, start: int, end: int, step: int) -> Product:
-        """Returns the product with some rows of the weight."""
+        """Returns the product with a range of rows of the weight."""
         run = slice(start, end, step)
         return Product(self.weight[:, run], None if self.bias is None else self.bias[:, run])
 
@@ -244,12 +244,12 @@ class Rows(StandIn):
 
     Attributes:
         ids: the experts of every token.
-        x: the tokens of which they are rows.
-        text: what is computed of the products, by their numbers, such as "mul(silu(@0), @1)"; ""
+        x: the tokens from which the rows are selected.
+        text: the function of the products, which are numbered, such as "mul(silu(@0), @1)"; ""
             for the rows themselves.
-        products: these.
-        down: the last product, of the result of the text.
-        weights: by which the rows are multiplied.
+        products: the numbered products.
+        down: the last product, which is applied to the result of `text`.
+        weights: the routing weights by which the rows are multiplied.
     """
 
     ids: Tensor
@@ -278,7 +278,7 @@ class Rows(StandIn):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Refuses: the number of rows is unknown."""
+        """Raises CaptureError, because the number of rows is unknown."""
         raise refused("shape")
 
     def multiplied(self, weight: Tensor, bias: Tensor | None) -> Rows:
@@ -291,7 +291,7 @@ class Rows(StandIn):
         return replace(self, down=product)
 
     def biased(self, bias: Tensor) -> Rows:
-        """Returns the last product with biases [experts, out]."""
+        """Returns the rows with biases [experts, out] added to the last product."""
         last = self.down or (self.products[0] if self.text == "@0" else None)
         if last is None or last.bias is not None or bias.dim() != 2 or self.weights is not None:
             raise refused("add")
@@ -299,7 +299,7 @@ class Rows(StandIn):
         return replace(self, down=product) if self.down else replace(self, products=(product,))
 
     def joined(self, other: Rows) -> tuple[str, str, tuple[Product, ...]]:
-        """Returns the texts of two rows of the same tokens, and the products of both."""
+        """Returns the functions of two values of the same rows, and the products of both."""
         same = self.x is other.x and self.ids is other.ids
         if not same or not (self.text and other.text) or (self.down or other.down):
             raise refused("an operation of two rows")
@@ -314,7 +314,7 @@ class Rows(StandIn):
         return self.text, text.replace("#", "@"), tuple(products)
 
     def mixture(self) -> Tensor:
-        """Returns the mixture of all experts that do this to their rows."""
+        """Returns the mixture in which every expert computes this function of its rows."""
         if self.down is None or self.weights is None or len(self.products) > 2:
             raise refused("index_add_", "an expert is two or three products and a weight")
         gate, up, text = _named(self.text, self.products)
@@ -326,7 +326,7 @@ class Rows(StandIn):
 
 
 def _named(text: str, products: tuple[Product, ...]) -> tuple[Product | None, Product, str]:
-    """Returns the gates, the other product, and what is computed of them."""
+    """Returns the gate product or None, the other product, and the function of both."""
     if len(products) == 1:
         text = text.replace("@0", "up")
         simple = {f"{act}(up)": act for act in ACTIVATIONS}

@@ -1,11 +1,12 @@
-"""Traces rows cut by counts that depend on values, a weight for each piece, as grouped products.
+"""Traces products of row ranges with one weight each, whose lengths depend on values.
 
     counts = chosen.sum(0).tolist()
     pieces = [linear(piece, weight[i]) for i, piece in enumerate(x.split(counts))]
     y = torch.cat(pieces)
 
-The pieces have unknown lengths, but all of them together are the rows of x: the loop is one product
-of each piece's rows with its own weight. Anything else is refused at its line.
+The lengths of the pieces are unknown, but together the pieces are the rows of x. The loop is traced
+as one grouped product, in which every piece has its own weight. Other operations raise CaptureError
+at the user's line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar.capture.experts.expert_rows import StandIn, refused
 from autopar.capture.stand_ins.dropout import drops
 from autopar.operators.grouped_products import grouped_linear
 
-# Functions of each element.
+# Elementwise functions.
 _ALONE = ("silu", "relu", "gelu", "sigmoid", "tanh", "exp", "square", "neg", "softplus")
 
 
@@ -30,8 +31,8 @@ class Number:
 
     Attributes:
         tensor: the tensor.
-        at: the place of the element.
-        read: returns its value, or raises what reading a value in a trace raises.
+        at: index of the element.
+        read: returns its value, or raises the error of reading a value in a trace.
     """
 
     def __init__(self, tensor: Tensor, at: int, read: Callable[[], int]) -> None:
@@ -64,7 +65,7 @@ for _name in _METHODS.split():
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Operation on a piece.
+    """An operation on a piece.
 
     Attributes:
         function: a function of rows; None for a product.
@@ -103,10 +104,10 @@ class Piece(StandIn):
     """One piece of rows.
 
     Attributes:
-        rows: of all pieces.
-        counts, ends: how many rows each has, and where they end.
-        number: of this piece.
-        steps: what has been done to it.
+        rows: the rows of all pieces.
+        counts, ends: number of rows of each piece, and the index after its last row.
+        number: the number of this piece.
+        steps: the operations applied so far.
     """
 
     rows: Tensor
@@ -118,14 +119,14 @@ class Piece(StandIn):
 
 @dataclass
 class RowCounts:
-    """Counts of one trace, and weights that were taken from a stack of them, by identity."""
+    """The row counts of one trace, and weights selected from a stack of weights, by identity."""
 
     _taken: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
     _ends: dict[int, Tensor] = field(default_factory=dict)
-    _reads: bool = False  # whether a number is read as it is
+    _reads: bool = False  # whether a count is being read as a plain number
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns what a call of such pieces gives, NotImplemented for any other."""
+        """Returns the result of a call with such pieces; NotImplemented for any other call."""
         first = args[0] if args else None
         if name == "item" and not self._reads and id(first) in self._taken:
             _, tensor, at = self._taken[id(first)]
@@ -144,7 +145,7 @@ class RowCounts:
         return func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
     def note(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Remembers weights that are taken from a stack, and numbers from a tensor of them."""
+        """Records weights that are selected from a stack, and numbers that are read of a tensor."""
         if name == "unbind" and args[1:] in ((), (0,)) and args[0].dim() in (1, 2, 3):
             for at, item in enumerate(result):
                 self._taken[id(item)] = item, args[0], at
@@ -193,14 +194,14 @@ class RowCounts:
         return replace(piece, steps=(*piece.steps, step))
 
     def _of(self, weight: Any, piece: Piece) -> Tensor | None:
-        """Returns the stack from which a piece's weight was taken, None if it was not."""
+        """Returns the stack from which a piece's weight was selected; None if there is none."""
         _, stack, number = self._taken.get(id(weight), (None, None, -1))
         whole = stack is not None and len(stack) == len(piece.counts)
         return stack if whole and number == piece.number else None
 
 
 def _read(args: list[Any]) -> list[Any] | None:
-    """Returns arguments with numbers by their values, None if they have no numbers."""
+    """Returns arguments with counts replaced by their values; None if there are no counts."""
     lists = [list(arg) if isinstance(arg, (list, tuple)) else [arg] for arg in args]
     if not any(isinstance(item, Number) for items in lists for item in items):
         return None
@@ -214,7 +215,7 @@ def _pieces(items: Sequence[Any]) -> bool:
 
 
 def _joined(pieces: Sequence[Any], dim: int = 0) -> Tensor:
-    """Returns all rows after the steps of the pieces."""
+    """Returns the concatenated rows of the pieces after their operations."""
     first = pieces[0]
     same = isinstance(first, Piece) and dim in (0, -2) and len(pieces) == len(first.counts)
     for number, piece in enumerate(pieces):

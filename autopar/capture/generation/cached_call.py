@@ -3,9 +3,9 @@
     prefill   reads a prompt, writes its keys and values, and returns the logits of the next token
     decode    reads one token, extends keys and values by its own, and attends to all of them
 
-A cache is a buffer of `CachedCall`, so that a graph has it as a leaf with a layout of its own.
-Which tensors a model keeps is recorded from one prefill without caches. A model of transformers
-gets the library's own `Cache`; any other gets a `KeyValueCache` as its argument `past_key_values`.
+A cache is a buffer of `CachedCall`, so in a graph it is a leaf with its own layout. One prefill
+without caches records which tensors a model keeps. A model of transformers gets the library's own
+`Cache`; any other model gets a `KeyValueCache` as its argument `past_key_values`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = -2  # the dimension of keys and values along which tokens follow one anot
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Sets a model to evaluation without gradients, and restores it after."""
+    """Sets a model to evaluation without gradients, and restores it on exit."""
     modules = [(module, module.training) for module in model.modules()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -50,9 +50,9 @@ class KeptTensor:
     """One tensor that a model keeps between tokens.
 
     Attributes:
-        shape: of the cache, with its length along `ROWS`.
-        dtype: of its elements.
-        crosses: whether it belongs to an attention to the encoder, which a prefill alone writes.
+        shape: shape of the cache, with its length along `ROWS`.
+        dtype: dtype of its elements.
+        crosses: whether it belongs to cross-attention, whose cache only a prefill writes.
     """
 
     shape: tuple[int, ...]
@@ -62,10 +62,10 @@ class KeptTensor:
 
 @dataclass
 class Traced:
-    """Values that a call sees and finds; torch.export would restore a module's own attributes.
+    """Inputs and results of a traced call; torch.export would restore a module's attributes.
 
     Attributes:
-        positions: of the tokens of a decode, i64[tokens].
+        positions: positions of the tokens of a decode, i64[tokens].
         recorded: what a call without caches would keep, by name.
     """
 
@@ -78,8 +78,8 @@ class CachedCall(nn.Module, ABC):
 
     Args:
         step: PREFILL or DECODE.
-        length: tokens that the caches hold.
-        kept: the caches by name, "keys_0"; None to record which there are.
+        length: number of tokens that the caches hold.
+        kept: the caches by name, such as "keys_0"; None to record which caches the model uses.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class CachedCall(nn.Module, ABC):
         """Writes keys and values into the caches of a layer; returns those to attend to.
 
         Args:
-            keys, values: of the tokens of this call, in dimension `ROWS`.
+            keys, values: keys and values of the tokens of this call, along dimension `ROWS`.
             layer: number of the layer.
-            crosses: whether they are of the encoder's tokens.
+            crosses: whether they belong to the encoder's tokens.
 
         Raises:
-            CaptureError: they are not like those that were recorded.
+            CaptureError: their types differ from those of the recorded call.
         """
         results = []
         for kind, rows in (("keys", keys), ("values", values)):
@@ -138,7 +138,7 @@ class CachedCall(nn.Module, ABC):
             assert self.trace.positions is not None
             at = self.trace.positions
         cache.index_copy_(cache.dim() + ROWS, at, rows)
-        return cache if self.decodes else rows  # a prompt attends to itself alone
+        return cache if self.decodes else rows  # a prompt attends to itself only
 
     def mask_sizes(self, queries: int) -> tuple[int, int]:
         """Returns the number of keys that a call attends to, and the position of the first."""
@@ -151,7 +151,7 @@ class CachedCall(nn.Module, ABC):
 
 @dataclass
 class KeyValueCache:
-    """The cache that a model that is not of transformers gets as `past_key_values`.
+    """The cache passed as `past_key_values` to a model that is not from transformers.
 
     Attributes:
         call: the call that it belongs to.

@@ -25,9 +25,9 @@ class Sizes:
     """The sizes of a generation.
 
     Attributes:
-        batch: sequences.
-        prompt: tokens of the prompt; of an encoder-decoder, of the encoder.
-        new_tokens: at most.
+        batch: number of sequences.
+        prompt: number of tokens of the prompt; for an encoder-decoder, of the encoder's input.
+        new_tokens: maximum number of generated tokens.
     """
 
     batch: int
@@ -53,12 +53,12 @@ def length_of(model: nn.Module, sizes: Sizes) -> int:
 def steps_of(
     model: nn.Module, sizes: Sizes, trace: Callable[[CachedCall, Arguments], object]
 ) -> tuple[Step, Step]:
-    """Returns the prefill and the decode, each with arguments like those to come.
+    """Returns the prefill and the decode, each with example arguments.
 
     Args:
-        model: takes `past_key_values`.
-        sizes: of the batch.
-        trace: traces a call, for the record of what a prefill would keep.
+        model: a model that takes `past_key_values`.
+        sizes: sizes of the generation.
+        trace: traces a call, to record the tensors that a prefill keeps.
 
     Raises:
         CaptureError: the model keeps nothing between tokens.

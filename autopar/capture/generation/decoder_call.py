@@ -1,4 +1,4 @@
-"""A call with caches of a model that continues its own prompt."""
+"""A call with caches of a decoder, a model that continues its own prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAST = "past_key_values"
 
 
 class DecoderCall(CachedCall):
-    """Calls a model on tokens with a mask of the keys that count and positions of the tokens."""
+    """Calls a model on tokens, with their positions and a mask of the keys to attend to."""
 
     @property
     def signature(self) -> inspect.Signature:

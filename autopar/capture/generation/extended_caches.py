@@ -1,8 +1,8 @@
 """Writes rows into caches in place, instead of computing whole new caches.
 
 A trace of `cache.index_copy_(2, positions, rows)` computes a new value of the buffer, which
-`autopar.write` stores at the end of the step. A program that generates has no backward that could
-read the old value, so the rows are written at once, and the price is that of the rows.
+`autopar.write` stores at the end of the step. A program that generates has no backward that reads
+the old value. The rows are therefore written at once, which costs only as much as the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COPY = "aten.index_copy"
 
 
 def extend_caches(graph: Graph) -> Graph:
-    """Returns the graph of a `CachedCall` with leaves that are marked as caches, and extended.
+    """Returns the graph of a `CachedCall` whose caches are marked as such and written in place.
 
     Raises:
         CaptureError: a cache is extended twice, or read before it is extended.

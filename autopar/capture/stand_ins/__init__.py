@@ -1,1 +1,1 @@
-"""Operations that stand in for what torch.export cannot trace as it is written."""
+"""Replacements for operations that torch.export cannot trace as they are written."""

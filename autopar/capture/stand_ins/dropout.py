@@ -1,11 +1,11 @@
-"""Dropout of rows whose number depends on values: idle, or refused with the reason."""
+"""Dropout of rows whose number depends on values: allowed if it drops nothing, else an error."""
 
 from __future__ import annotations
 
 from autopar.errors import CaptureError
 
-# The mask of an expert's rows could be computed from the experts of all tokens. But a stage of a
-# pipeline draws the numbers of the other stages as well, and does not know those tokens.
+# The dropout mask of an expert's rows could be computed from the experts of all tokens. But a stage
+# of a pipeline also draws the random numbers of other stages, whose tokens it does not have.
 _REASON = (
     "dropout draws a number for each element in turn, so which numbers a row gets depends on how "
     "many rows come before it, on all devices"

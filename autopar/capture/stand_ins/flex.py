@@ -2,8 +2,8 @@
 
 torch.nn.attention.flex_attention compiles the user's functions of positions and, on CPUs, has no
 backward. While a model is traced, these functions run on tensors of all batches, heads, queries and
-keys instead, so that a graph has their operators. The code of torch's functions is exchanged for
-that time, since models import the functions by name, and compile them.
+keys instead, so that the graph contains their operators. During the trace, the code objects of
+torch's functions are replaced, because models import the functions by name and compile them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TRACING: list[int] = []  # threads
 
 @contextmanager
 def flex_traced() -> Iterator[None]:
-    """Returns a context in which this thread's trace has FlexAttention by its operators.
+    """Returns a context in which this thread traces FlexAttention as plain operators.
 
-    Several threads may be in it; torch's own code returns with the last of them.
+    Several threads may use it; the last one to leave restores torch's own code.
     """
     with _LOCK:
         _TRACING.append(threading.get_ident())
@@ -65,7 +65,7 @@ def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls ours instead of a function of torch while this thread traces a model."""
+    """Calls the replacement of a torch function if this thread is tracing, else the function."""
     _, ours, own = _STAND_INS[getattr(flex, name)]
     traces = threading.get_ident() in _TRACING and torch.compiler.is_exporting()
     return (ours if traces else own)(*args, **kwargs)
@@ -128,7 +128,7 @@ def _attention(
 
 
 def _numbers(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns numbers of batches, heads, queries and keys, each along a dimension of its own."""
+    """Returns the indices of batches, heads, queries and keys, each along its own dimension."""
     numbers = []
     for dim, size in enumerate(sizes):
         shape = [1] * 4
@@ -138,7 +138,7 @@ def _numbers(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]
 
 
 def _mask(block_mask: BlockMask, at: Sequence[Tensor]) -> Tensor:
-    """Returns which keys each query sees, [batch or 1, heads or 1, queries, keys]."""
+    """Returns which keys each query attends to, [batch or 1, heads or 1, queries, keys]."""
     sizes = at[2].numel(), at[3].numel()
     if tuple(block_mask.seq_lengths) != sizes:
         raise ValueError(
@@ -192,7 +192,7 @@ def _scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
 
 
 def _weighted(scores: Tensor, mask: Tensor | None, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of values by scores, 0 for queries without a key, and the scores' lse."""
+    """Returns attention by given scores, 0 for queries without keys, and their logsumexp."""
     least = torch.finfo(scores.dtype).min
     if mask is not None:
         scores = scores.masked_fill(~mask, least)
@@ -205,7 +205,7 @@ def _weighted(scores: Tensor, mask: Tensor | None, value: Tensor) -> tuple[Tenso
 
 
 class _Positions(TorchFunctionMode):
-    """Lets a function of one position run on all: `ids[b][i]` means `ids[b, i]`, as for numbers."""
+    """Runs a function of one position on all positions: `ids[b][i]` means `ids[b, i]`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -216,7 +216,7 @@ class _Positions(TorchFunctionMode):
 
 
 class _Followed(_Positions):
-    """Also follows the scores: what is added to them, and where they become minus infinity."""
+    """Also tracks the terms added to the scores, and where scores become minus infinity."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Followed(_Positions):
         return result
 
     def _added(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns what has been added to the scores after a call, None if that is not all."""
+        """Returns the sum of terms added to the scores; None if a call did more than add."""
         if name in ("add", "radd") and len(args) == 2:
             return self._bias + (args[1] if args[0] is self._now else args[0])
         if name == "sub" and len(args) == 2 and args[0] is self._now:
@@ -257,9 +257,9 @@ class _Followed(_Positions):
     def mask(
         self, result: Tensor, mask: Tensor | None, dtype: torch.dtype
     ) -> tuple[bool, Tensor | None]:
-        """Returns whether a mask of a dtype, which the second result is, does all that is done.
+        """Returns whether an additive mask replaces the score_mod, and that mask in a dtype.
 
-        In half precision it would be rounded, as scores are not.
+        In half precision the mask would be rounded, while scores are not.
         """
         if not self._additive or result is not self._now:
             return False, None
@@ -272,7 +272,7 @@ class _Followed(_Positions):
 
 
 def _looked_up(table: Tensor, index: Any) -> Any:
-    """Returns elements of a table, or what waits for further indices of them."""
+    """Returns elements of a table, or a `_Row` that takes further indices."""
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(item, Tensor) and item.dim() == 4 for item in given):
         return table[index]
@@ -295,7 +295,8 @@ class _Row:
         return _looked_up(self.table, (*self.given, *more))
 
 
-# torch's functions: the function whose code they get, what that calls, and their own copy.
+# torch's functions: the function with the replacing code, the function that this code calls, and a
+# copy with torch's own code.
 _STAND_INS: dict[Any, tuple[Any, Callable[..., Any], Any]] = {
     flex.flex_attention: (_flex_attention, _attention, _copy(flex.flex_attention)),
     flex.create_block_mask: (_create_block_mask, _block_mask, _copy(flex.create_block_mask)),

@@ -42,7 +42,7 @@ _FILLED = {"sum": 0.0, "mean": 0.0, "amax": -torch.inf, "amin": torch.inf, "logs
 
 @dataclass(frozen=True)
 class _Key:
-    """Equal for masks that are the same: views of the same memory without a write in between."""
+    """A key that is equal for equal masks: views of the same memory without a write in between."""
 
     mask: Tensor = field(compare=False)  # kept alive, so that its memory is not reused
     place: object
@@ -94,7 +94,7 @@ class Selected:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns the rows that a function of torch gives for selected rows."""
+        """Returns the result of a torch function of selected rows."""
         return apply(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -139,9 +139,9 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Returns a method of tensors that any mode can pass on, also one of the model's own.
+    """Returns a tensor method that is dispatched to any active mode, including the model's own.
 
-    Tensors' own methods take tensors only, once a mode calls them.
+    The methods of Tensor cannot be used: when a mode calls them, they accept tensors only.
     """
 
     def method(self: Selected | Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def selects(name: str, args: Sequence[Any]) -> bool:
-    """Returns whether a call takes the rows that a mask selects, or is of such rows."""
+    """Returns whether a call selects rows by a mask, or has an argument of such rows."""
     lists = (arg for arg in args if isinstance(arg, (tuple, list)))
     if any(isinstance(arg, Selected) for arg in chain(args, *lists)):
         return True
@@ -176,7 +176,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
     Args:
         func: the function.
         args, kwargs: its arguments.
-        off: whether gradients are switched off where a trace does not record it.
+        off: whether gradients are disabled in a way that a trace does not record.
 
     Raises:
         CaptureError: the result depends on the number of rows, or mixes rows of several masks.
@@ -219,7 +219,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = Fa
 
 
 def _viewed(of: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns rows with dimensions of one added, or taken away again."""
+    """Returns rows with dimensions of size one added or removed."""
     sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     if kwargs or not all(isinstance(size, int) for size in sizes):
         raise _refused(name)

@@ -53,7 +53,7 @@ class Group(click.Group):
         return sorted(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a command; None if there is none of that name."""
+        """Imports a command; returns None if no command has this name."""
         # The module that is named like the command is read first, and usually the only one.
         known = _entries(self.package, cmd_name.replace("-", "_"))
         entry = next((entry for name, entry in known if name == cmd_name), None)
@@ -91,7 +91,7 @@ class Group(click.Group):
 
 
 def _entries(package: str, first: str = "") -> Iterator[tuple[str, Entry]]:
-    """Yields the commands that the modules of a package define, those of one module first."""
+    """Yields the commands that the modules of a package define, starting with one module."""
     for folder in import_module(package).__path__:
         for info in sorted(pkgutil.iter_modules([folder]), key=lambda info: info.name != first):
             if info.ispkg:

@@ -111,7 +111,7 @@ def print_out(*parts: RenderableType) -> None:
 
 
 def foldable(part: RenderableType) -> RenderableType:
-    """Lets cells of tables that are too wide go on in another line, instead of ending in dots."""
+    """Wraps table cells that are too wide, instead of truncating them with dots."""
     if isinstance(part, Table):
         for column in part.columns:
             column.overflow, column.no_wrap = "fold", False

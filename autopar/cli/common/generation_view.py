@@ -65,8 +65,8 @@ def planned(
     Args:
         spec: the model; `seq` is ignored.
         mesh: the devices.
-        options: of planning.
-        sizes: of the prompts.
+        options: options of planning.
+        sizes: sizes of the prompts.
         stage: reports what is being done.
     """
     cost_model(mesh, options)  # refuses bad options before a model is traced

@@ -63,7 +63,7 @@ def stage_options(command: Command) -> Command:
 def show_given(
     spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
-    """Plans the stages that the options ask for, and prints and writes the plan."""
+    """Plans the stages that the options request, and prints and writes the plan."""
     from autopar.planning.capturing import Call, capture_call
     from autopar.planning.plan_model import plan_captured
     from autopar.zoo import load

@@ -1,6 +1,6 @@
 """Graphs of models that were traced before, kept in the user's cache folder.
 
-Those that `autopar prepare` traces are kept beside the package, for all of its users.
+Graphs that `autopar prepare` traces are kept in the package's folder, for all of its users.
 
 A model of the zoo or of `hf:` is data: its graph follows from its configuration, the sizes of its
 batch, the options of capture, and the versions of torch, transformers and autopar. The name of an
@@ -33,7 +33,7 @@ from autopar.zoo import spec
 
 ENTRY = Kind("a traced graph", ModelFileError, limit=256 * MIB)
 MOST = 256 * MIB  # of all entries; the oldest go first
-BESIDE = Path(autopar.__file__).parent / "__pycache__" / "graphs"  # as compiled code lies
+BESIDE = Path(autopar.__file__).parent / "__pycache__" / "graphs"  # like compiled code
 _VERSIONS = ("torch", "transformers", "numpy")
 _AHEAD: ContextVar[bool] = ContextVar("_AHEAD", default=False)
 
@@ -47,7 +47,7 @@ def cache_folder() -> Path | None:
 
 @contextlib.contextmanager
 def kept_beside_package() -> Iterator[None]:
-    """Keeps new entries beside the package, if that can be written, and not for this user only."""
+    """Returns a context that keeps new entries in the package's folder, if it is writable."""
     token = _AHEAD.set(True)
     try:
         yield
@@ -68,7 +68,7 @@ def remembered(wanted: ModelSpec, options: Options, trace: Callable[[], Graph]) 
 
     Args:
         wanted: a model that is data, and its sizes.
-        options: of capture.
+        options: options of capture.
         trace: traces it.
     """
     text = remembered_text(
@@ -126,7 +126,7 @@ def _digest(text: str) -> str:
 
 
 def _identity(wanted: ModelSpec) -> list[object]:
-    """Returns what a model is, by content."""
+    """Returns values that identify a model by its content."""
     if wanted.source.startswith("hf:"):
         path = Path(wanted.source.removeprefix("hf:"))
         path = path / "config.json" if os.path.isdir(path) else path

@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.schedule_names import held_beside, in_flight, schedule_of
+from autopar.planning.pipelines.schedule_names import in_flight, schedule_of, stages_of_rank
 from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.streaming import copies_of, taken
 from autopar.planning.pipelines.wiring import wiring_of
@@ -42,7 +42,7 @@ class PlanFile:
     """A plan file and the command line's options for it.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         model: the model, in place of the plan's.
         sizes: batch, sequence length and layers, in place of the plan's.
         rules: sharding rules by operator.
@@ -92,7 +92,7 @@ class PlanFile:
             last = len(self.plan.stages) - 1
             raise click.UsageError(f"there is no stage {number}, only 0 to {last}")
 
-    def open(self, progress: Callable[[str], None]) -> Opened:
+    def open(self, progress: Callable[[str], None]) -> CheckedPlan:
         """Captures the model and checks the plan's layouts.
 
         Args:
@@ -122,7 +122,7 @@ class PlanFile:
         for graph, stage in zip(graphs, plan.stages, strict=True):
             stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
             legal.check(graph, stage, self.rules)
-        return Opened(plan, graphs, self.options)
+        return CheckedPlan(plan, graphs, self.options)
 
     @cached_property
     def call(self) -> Call:
@@ -180,7 +180,7 @@ class Stage:
     """One stage of a plan.
 
     Attributes:
-        plan, graph: of this stage.
+        plan, graph: plan and graph of this stage.
         whole: the mesh of all stages.
         repeated: for a pipeline, how often the stage runs in a step; None otherwise.
     """
@@ -192,7 +192,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Opened:
+class CheckedPlan:
     """A plan whose layouts have been checked.
 
     Attributes:
@@ -220,7 +220,7 @@ class Opened:
             repeated = Repeated(
                 plan.microbatches,
                 in_flight(schedule, number),
-                held_beside(schedule, number),
+                stages_of_rank(schedule, number),
                 copies_of(schedule, wiring)[number],
                 own.precision,
                 taken(schedule),

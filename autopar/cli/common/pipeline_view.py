@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.common.console import FILE, WIDTH, Console, print_json, print_out
-from autopar.cli.common.open_plan import Opened
+from autopar.cli.common.open_plan import CheckedPlan
 from autopar.cost.device import device
 from autopar.inter_op.gantt import gantt, legend
 from autopar.ir.action import UPDATE
@@ -22,14 +22,14 @@ from autopar.ir.units import format_bytes, format_seconds
 from autopar.planning.pipelines.simulated import Simulated
 
 
-def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:
+def show(opened: CheckedPlan, trace_json: Path | None, as_json: bool) -> None:
     """Prints the pipeline, and writes its trace if `trace_json` names a file."""
     if trace_json is not None:
         FILE.write(trace_json, to_trace(opened))
     print_json(to_json(opened)) if as_json else print_out(*render(opened))
 
 
-def render(opened: Opened) -> list[RenderableType]:
+def render(opened: CheckedPlan) -> list[RenderableType]:
     """Renders the step, the stages, the schedule in time, and the memory of each rank group."""
     plan, step = opened.plan, opened.step
     head = (
@@ -50,7 +50,7 @@ def render(opened: Opened) -> list[RenderableType]:
     ]
 
 
-def _stages(opened: Opened) -> Table:
+def _stages(opened: CheckedPlan) -> Table:
     """Renders a table with a row for each stage."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     heads = ("stage", "ranks", "mesh", "modules", "forward", "backward", "once", "receives")
@@ -89,7 +89,7 @@ def _picture(step: Simulated) -> Text:
     )
 
 
-def _memory(opened: Opened) -> Table:
+def _memory(opened: CheckedPlan) -> Table:
     """Renders a table of the memory and idle time of each group of ranks."""
     step, timeline, mesh = opened.step, opened.step.timeline, opened.plan.mesh
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -112,7 +112,7 @@ def _span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def to_json(opened: Opened) -> dict[str, Any]:
+def to_json(opened: CheckedPlan) -> dict[str, Any]:
     """Returns the content of `render` as a dictionary for JSON."""
     plan, step = opened.plan, opened.step
     return {
@@ -140,7 +140,7 @@ def to_json(opened: Opened) -> dict[str, Any]:
     }
 
 
-def to_trace(opened: Opened) -> str:
+def to_trace(opened: CheckedPlan) -> str:
     """Returns the simulated step as a Chrome trace, in the form of a measured one."""
     step = opened.step
     place = {

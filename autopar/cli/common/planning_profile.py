@@ -1,8 +1,8 @@
 """A trace of where a command spends its time, sampled while it runs, for ui.perfetto.dev.
 
-A thread looks at the stack of the main thread every few milliseconds. A function of autopar that
-is there in samples next to each other is one slice, under the function that called it. Unlike a
-hook at every call, this leaves the seconds as they are.
+A thread samples the stack of the main thread every few milliseconds. A function of autopar that
+occurs in consecutive samples is one slice, below the function that called it. Unlike a hook at
+every call, sampling does not change the measured times.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sampler(threading.Thread):
         ]  # fmt: skip
 
     def _see(self, names: list[str], now: float) -> None:
-        """Closes slices whose function has returned, and opens those of new ones."""
+        """Closes the slices of functions that have returned, and opens slices of new functions."""
         same = 0
         for (open_name, _), name in zip(self._stack, names, strict=False):
             if open_name != name:

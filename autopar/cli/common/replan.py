@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.cli.common.console import Stages
 from autopar.cli.common.model_options import own_rules
-from autopar.cli.common.open_plan import Opened, PlanFile
+from autopar.cli.common.open_plan import CheckedPlan, PlanFile
 from autopar.cli.common.price_model import prices
 from autopar.cli.explain import explained
 from autopar.errors import InfeasibleError, PinError
@@ -105,7 +105,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Alternative:
     """An alternative to a decision, or the reason why there is none.
 
     Attributes:
@@ -161,7 +161,7 @@ def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any)
     return Case(plan, graph, edited, known, limit, tracer, calibration, part.whole, repeated, by)
 
 
-def _stage_of(opened: Opened, name: str) -> int:
+def _stage_of(opened: CheckedPlan, name: str) -> int:
     """Returns the number of the only stage in which a name occurs; raises PinError if ambiguous."""
     if len(opened.graphs) == 1:
         return 0
@@ -221,7 +221,7 @@ def _place(node: Node) -> str:
     return f"{Path(source.file).name}:{source.line}" if source.file and not node.is_leaf else ""
 
 
-def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
+def next_best(case: Case, decision: Decision, count: int) -> Iterator[Alternative]:
     """Yields the best plans with other layouts for a decision, each different, the best first."""
     op = case.graph[decision.node].op
     excluded = [_excluded(decision.layout, op)]
@@ -232,13 +232,13 @@ def next_best(case: Case, decision: Decision, count: int) -> Iterator[Answer]:
         except PinError as error:
             own = ", ".join(f"{key!r} = {text!r}" for key, text in case.pins(decision.node).items())
             why = f"the plan's own pins fix it: {own}" if own else error.why
-            yield Answer("", None, 0.0, f"There is no other layout: {why}")
+            yield Alternative("", None, 0.0, f"There is no other layout: {why}")
             return
         except InfeasibleError as error:
-            yield Answer("", None, 0.0, f"No other layout fits: {error.what}: {error.why}")
+            yield Alternative("", None, 0.0, f"No other layout fits: {error.what}: {error.why}")
             return
         layouts = decisions(plan, case.graph)[decision.node].layout
-        yield Answer(layouts, case.compared(plan, [decision.node]), seconds)
+        yield Alternative(layouts, case.compared(plan, [decision.node]), seconds)
         excluded.append(_excluded(layouts, op))
 
 
@@ -252,7 +252,7 @@ def with_forms(case: Case, name: str) -> list[str]:
     ]
 
 
-def by_form(case: Case, node: str) -> dict[str, Answer]:
+def by_form(case: Case, node: str) -> dict[str, Alternative]:
     """Returns the best plan with each form of an operator that the plan has not, or why not."""
     chosen = decisions(case.plan, case.graph)[node].layout.partition(" by ")[2] or PLAIN
     answers = {}
@@ -263,7 +263,7 @@ def by_form(case: Case, node: str) -> dict[str, Answer]:
             answers[name] = instead(case, [node], {f"%{node}": f"by {name}"})
         except PinError as error:
             why = f"it needs {needs}" if needs else error.why
-            answers[name] = Answer("", None, 0.0, f"It does not apply: {why}.")
+            answers[name] = Alternative("", None, 0.0, f"It does not apply: {why}.")
     return answers
 
 
@@ -286,7 +286,7 @@ def without_sums(layouts: str) -> str:
     return layouts.partition(";")[0].partition(" -sum(")[0]
 
 
-def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Answer:
+def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Alternative:
     """Returns the best plan under additional pins, without a memory limit if none fits.
 
     Args:
@@ -306,7 +306,7 @@ def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Answer:
         missing = f"{error.what}: {error.why}" if error.why else error.what
     new = decisions(plan, case.graph)
     layouts = "; ".join(dict.fromkeys(new[node].layout for node in nodes))
-    return Answer(layouts, case.compared(plan, nodes), seconds, missing, excess)
+    return Alternative(layouts, case.compared(plan, nodes), seconds, missing, excess)
 
 
 def pinned(case: Case, name: str, layout: str) -> tuple[list[str], str]:

@@ -7,7 +7,7 @@ A module defines a function for each collective that it implements, named like t
 The function takes the sizes of the levels, outermost first, and returns the number of chunks and
 the rounds. An algorithm for all_gather implies others: reversed, with additions, it is a
 reduce_scatter, and both in sequence are an all_reduce. These are derived unless the module defines
-them itself. `NAME` is the name of the algorithm, by default that of its file.
+them itself. `NAME` is the name of the algorithm; by default it is the name of the file.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Rounds:
         Args:
             first: the first round.
             order: the ranks in the order of the ring.
-            held: the initial chunks of each of them.
+            held: the initial chunks of each rank.
         """
         count = len(order)
         for step in range(count - 1):

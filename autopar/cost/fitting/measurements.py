@@ -45,7 +45,7 @@ _CALLS = {
 
 
 class Call(NamedTuple):
-    """A collective of so many devices of a node, with the bytes that each has before it."""
+    """A collective of some devices of a node, with the bytes that each has before the call."""
 
     kind: str
     devices: int

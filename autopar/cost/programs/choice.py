@@ -17,15 +17,15 @@ from itertools import combinations
 from autopar.cost.collectives import algorithms, written
 from autopar.cost.network import Network
 from autopar.cost.programs.collective_program import Round
-from autopar.cost.programs.play import flow_of
+from autopar.cost.programs.message_simulation import flow_of
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms, ChosenRow
 from autopar.ir.collective import Collective
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # that plans have
-MOST_RANKS = 128  # of a group whose algorithms are compared; larger groups use the library
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # those in plans
+MOST_RANKS = 128  # of a group whose algorithms are compared; larger groups use the library's call
 MOST_MESSAGES = 20_000
-PIECES = (4, 16)  # into which chunks are cut, besides none
-NEAR = 2.0  # slower by this factor than the best, an algorithm is not tried in pieces
+PIECES = (4, 16)  # numbers of pieces per chunk that are tried, in addition to whole chunks
+NEAR = 2.0  # an algorithm slower than the best by this factor is not tried in pieces
 SIZES = tuple(1 << power for power in range(10, 33))
 GAIN = 1.02  # an algorithm must be faster than the library by this factor
 
@@ -38,9 +38,9 @@ def choose(network: Network, price: Price, compared: Compared | None = None) -> 
 
     Args:
         network: the levels under the axes of a mesh.
-        price: seconds of a call, of one that names its algorithm and of one that does not.
-        compared: returns the algorithms that were measured for a collective over axes, as their
-            texts; None if prices are played.
+        price: returns the seconds of a call, whether or not it names its algorithm.
+        compared: returns the texts of the algorithms that were measured for a collective over some
+            axes; None if prices are simulated.
     """
     mesh = network.mesh
     names = [axis.name for axis in mesh.axes if axis.size > 1]
@@ -76,8 +76,8 @@ def _ways(
 def candidates(kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Returns the algorithms to measure for ranks on these levels, as text.
 
-    All are there without pieces and in the numbers of `PIECES`, once if two have equal rounds; none
-    for more than `MOST_RANKS` ranks.
+    Each algorithm occurs with whole chunks and with every number of `PIECES`; of two with equal
+    rounds only one is returned. The result is empty for more than `MOST_RANKS` ranks.
     """
     programs: dict[tuple[int, tuple[Round, ...]], str] = {}
     for name in algorithms(kind) if math.prod(shape) <= MOST_RANKS else ():
@@ -90,7 +90,7 @@ def candidates(kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _fastest(names: Sequence[str], price: Price, call: Collective) -> str:
-    """Returns the fastest of measured algorithms, or the library."""
+    """Returns the fastest measured algorithm, or the library's call."""
     best, least = LIBRARY, price(call) / GAIN
     for name in names:
         seconds = price(replace(call, algorithm=name))
@@ -104,7 +104,7 @@ def _best(ways: list[tuple[Algorithm, int]], price: Price, call: Collective) -> 
     near: list[tuple[Algorithm, int]] = []
     for way, messages in ways:
         if price(_by(call, way, 0)) >= least:
-            continue  # its latencies alone take longer
+            continue  # its latencies alone take longer than the best
         seconds = price(_by(call, way, call.nbytes))
         near += [(way, messages)] if seconds < NEAR * least else []
         if seconds < least:

@@ -41,8 +41,8 @@ class Message(NamedTuple):
 
     Attributes:
         source, target: the ranks.
-        chunks: what is sent, rising.
-        adds: whether the target adds them to its own, or keeps them as they are.
+        chunks: numbers of the chunks that are sent, ascending.
+        adds: whether the target adds the chunks to its own or overwrites its own.
     """
 
     source: int
@@ -62,8 +62,8 @@ class Post(NamedTuple):
 
     Attributes:
         peer: the rank at the other end.
-        chunks: what is sent.
-        does: "send" it, "add" what arrives to one's own, or "keep" what arrives.
+        chunks: numbers of the chunks in the message.
+        does: "send" the chunks, "add" them to the rank's own, or "keep" them in place of its own.
     """
 
     peer: int
@@ -80,14 +80,14 @@ class CollectiveProgram:
 
     Attributes:
         kind: the collective, one of `KINDS`.
-        name: of the algorithm.
+        name: name of the algorithm.
         shape: the sizes of the levels, outermost first.
-        chunks: how many there are; a multiple of what the table above asks for.
+        chunks: number of chunks; a multiple of `unit`, see the table above.
         rounds: in order.
 
     Raises:
-        CollectiveError: an unknown kind, a rank or chunk that there is not, a chunk that is sent
-            and received, or copied and written again, by one rank in one round.
+        CollectiveError: the kind is unknown, a rank or chunk does not exist, or a rank sends and
+            overwrites a chunk, or writes it twice, in one round.
     """
 
     kind: str
@@ -185,10 +185,10 @@ class CollectiveProgram:
 
     @classmethod
     def parse(cls, text: str) -> CollectiveProgram:
-        """Reads what `str` gives.
+        """Parses the result of `str`.
 
         Raises:
-            CollectiveError: it is no such text, or the program is damaged.
+            CollectiveError: the text has another form, or the program is invalid.
         """
         head, *rows = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head.strip())

@@ -1,9 +1,9 @@
-"""MSCCL++'s execution plans: a collective as JSON that its executor runs, read and written.
+"""Reads and writes MSCCL++'s execution plans: a collective as JSON that its executor runs.
 
-A plan lists GPUs; a GPU its chunks, the channels that it signals through, the buffers of others
-that it may reach, and threadblocks; a threadblock its operations, which run in order. The fields
-are those that microsoft/mscclpp reads in src/core/executor/execution_plan.cc. In an operation a
-channel is a place in the threadblock's list of its type, and so is a remote buffer.
+A plan lists GPUs. A GPU lists its chunks, its signalling channels, the remote buffers that it can
+access, and its threadblocks. A threadblock lists its operations, which run in order. The fields are
+those that microsoft/mscclpp reads in src/core/executor/execution_plan.cc. An operation refers to a
+channel or a remote buffer by its index in the threadblock's list for the channel type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import CollectiveError
-from autopar.files.checked_values import FLAG, Fields, Row, Text, Whole
+from autopar.files.checked_values import FLAG, Fields, Integer, Row, Text
 from autopar.files.kinds import Kind
 
 FILE = Kind("the execution plan", CollectiveError)
@@ -26,10 +26,10 @@ COLLECTIVES = {
     "all_to_all": "alltoall",
     "broadcast": "broadcast",
 }
-_SMALL, _SIZE = Whole(0, 2**20), Whole(0, 2**64)
+_SMALL, _SIZE = Integer(0, 2**20), Integer(0, 2**64)
 _TYPES = ("memory", "port", "switch", "none")
 _NUMBERS = Row(_SMALL)
-# Other fields that MSCCL++ reads; they are kept as they are.
+# Other fields that MSCCL++ reads; they are stored unchanged.
 _OF_PLAN = (
     "reuse_resources",
     "use_double_scratch_buffer",
@@ -56,7 +56,7 @@ class Part:
         kind: "type" for a buffer of the GPU itself, "buffer_id" for one of another GPU,
             "switch_channel_id" for one behind a switch.
         buffer: "i", "o" or "s"; or the number of the remote buffer or of the channel.
-        index, size: the first chunk, and how many.
+        index, size: the first chunk, and the number of chunks.
     """
 
     kind: str
@@ -77,10 +77,10 @@ class Operation:
     Attributes:
         name: "put", "signal", "wait", "rres", ...
         source, target: chunks that it reads and writes.
-        channels: on which it signals or waits, or by which it is done.
+        channels: channels on which it signals or waits, or through which it transfers.
         channel_type: "memory", "port", "switch" or "".
-        inner: what a pipeline repeats.
-        more: other fields of MSCCL++, as they are.
+        inner: the operations that a pipeline repeats.
+        more: other fields of MSCCL++, unchanged.
     """
 
     name: str
@@ -113,9 +113,9 @@ class Threadblock:
     """Operations that run in order.
 
     Attributes:
-        channels: by type the numbers of the GPU's channels that it uses; the type of a channel
+        channels: by type, the numbers of the GPU's channels that it uses; the type of a channel
             through a switch is followed by its buffer, "switch s".
-        buffers: by type of channel the numbers of the GPU's remote buffers that it uses.
+        buffers: by channel type, the numbers of the GPU's remote buffers that it uses.
         operations: in order.
     """
 
@@ -130,11 +130,11 @@ class Gpu:
 
     Attributes:
         inputs, outputs, scratch: numbers of chunks of its buffers.
-        peers: by type of channel whom each leads to.
-        switches: channels through switches, as they are.
-        remote: rank and buffer of every buffer of others, and by which types of channel.
-        semaphores: their first values.
-        threadblocks: that run side by side.
+        peers: by channel type, the rank at the other end of each channel.
+        switches: channels through switches, unchanged.
+        remote: rank, buffer and channel types of every remote buffer.
+        semaphores: initial values of the semaphores.
+        threadblocks: the threadblocks, which run concurrently.
     """
 
     inputs: int
@@ -152,12 +152,12 @@ class ExecutionPlan:
     """A plan for all GPUs.
 
     Attributes:
-        name: of the algorithm.
+        name: name of the algorithm.
         collective: as MSCCL++ calls it, "allreduce".
         protocol: "Simple", or "LL" if data travels in packets with flags.
         inplace: whether input and output are one buffer.
         gpus: by rank.
-        more: other fields of MSCCL++, as they are.
+        more: other fields of MSCCL++, unchanged.
     """
 
     name: str
@@ -255,7 +255,7 @@ def _block_table(number: int, block: Threadblock) -> dict[str, Any]:
 def _gpu(entry: dict[str, Any], rank: int, where: str) -> Gpu:
     within = f"{where}, GPU {rank}" if where else f"GPU {rank}"
     fields = Fields(entry, CollectiveError, "the GPU", within)
-    fields.take("id", Whole(rank, rank))
+    fields.take("id", Integer(rank, rank))
     peers: dict[str, tuple[int, ...]] = {}
     switches = []
     for channel in fields.take("channels", Row(dict), ()):
@@ -350,7 +350,7 @@ def _part(entry: dict[str, Any], where: str) -> Part:
     check = Text(known=("i", "o", "s")) if kinds == ["type"] else _SMALL
     buffer = fields.take(kinds[0], check)
     made = Part(
-        kinds[0], buffer, fields.take("index", _SMALL), fields.take("size", Whole(1, 2**20))
+        kinds[0], buffer, fields.take("index", _SMALL), fields.take("size", Integer(1, 2**20))
     )
     fields.end()
     return made

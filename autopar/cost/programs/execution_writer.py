@@ -1,8 +1,8 @@
-"""Execution plans of programs, and the price of a plan.
+"""Writes collective programs as execution plans, and prices such plans.
 
-Each rank is one threadblock. In a round it first puts the chunks that it sends: chunks that replace
-others directly into their place, chunks to be added into separate places of scratch memory. Then it
-signals its receivers, waits for its senders, and adds the chunks that have arrived.
+Each rank is one threadblock. In a round it first puts the chunks that it sends: chunks that
+overwrite others directly into their place, chunks to be added into separate places of scratch
+memory. Then it signals its receivers, waits for its senders, and adds the chunks that have arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from autopar.cost.algorithms import Level
 from autopar.cost.programs.collective_program import CollectiveProgram, Message
-from autopar.cost.programs.execution_judge import judge_plan
+from autopar.cost.programs.execution_checker import check_plan
 from autopar.cost.programs.execution_plan import (
     COLLECTIVES,
     ExecutionPlan,
@@ -21,7 +21,7 @@ from autopar.cost.programs.execution_plan import (
     Part,
     Threadblock,
 )
-from autopar.cost.programs.play import Flow, Played, play
+from autopar.cost.programs.message_simulation import Flow, MessageTimes, simulate_messages
 
 _KIND = "memory"
 _NOP = Operation("nop")
@@ -35,25 +35,25 @@ def execution_plan(program: CollectiveProgram) -> ExecutionPlan:
     return ExecutionPlan(program.name, COLLECTIVES[program.kind], "Simple", inplace, gpus)
 
 
-def played_plan(plan: ExecutionPlan, levels: Sequence[Level], nbytes: float) -> Played:
-    """Returns the times of a plan over the levels of a network; see `play` and `judge_plan`."""
-    transfers = judge_plan(plan)
+def simulate_plan(plan: ExecutionPlan, levels: Sequence[Level], nbytes: float) -> MessageTimes:
+    """Checks a plan by `check_plan`, and simulates its messages over the levels of a network."""
+    transfers = check_plan(plan)
     rows = [(t.source, t.target, t.chunks, False) for t in transfers]
     share = 1 / plan.gpus[0].inputs
     flow = Flow.of_messages(len(plan.gpus), share, rows, [t.after for t in transfers])
-    return play(flow, levels, nbytes)
+    return simulate_messages(flow, levels, nbytes)
 
 
 class _Writer:
     def __init__(self, program: CollectiveProgram) -> None:
         self.program = program
-        # Of every rank the numbers of its channels, by peer, and of the buffers that it reaches.
+        # For every rank: the numbers of its channels by peer, and of its remote buffers.
         self.peers: list[dict[int, int]] = [{} for _ in range(program.ranks)]
         self.remote: list[dict[tuple[int, str], int]] = [{} for _ in range(program.ranks)]
         self.scratch = [0] * program.ranks
-        # By round: messages with the place in the target's scratch of the first chunk.
+        # By round: messages, with the index of their first chunk in the target's scratch memory.
         self.rounds: list[list[tuple[Message, int]]] = []
-        # Chunks of others that pass through a rank in an all_to_all.
+        # Chunks of other ranks that a rank forwards in an all_to_all.
         self.passing: list[dict[int, int]] = [{} for _ in range(program.ranks)]
         for messages in program.rounds:
             placed = []
@@ -114,7 +114,7 @@ class _Writer:
                 yield _NOP
 
     def _put(self, rank: int, message: Message, at: int) -> Iterator[Operation]:
-        """Yields operations that bring a message to its target, runs of neighbours at a time."""
+        """Yields the operations that transfer a message, one for each run of adjacent chunks."""
         places = []
         for place, chunk in enumerate(message.chunks):
             there = ("s", at + place) if message.adds else self._home(message.target, chunk)

@@ -1,4 +1,4 @@
-"""Chunks that each GPU must have at the end of an execution plan, by its collective."""
+"""The chunks that each GPU must hold after an execution plan, as its collective defines them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Iterator
 from autopar.cost.programs.execution_plan import COLLECTIVES, ExecutionPlan
 from autopar.errors import CollectiveError
 
-Value = frozenset[tuple[int, int]]  # (rank, chunk) of all inputs in a chunk
+Value = frozenset[tuple[int, int]]  # (rank, chunk) of all inputs that a chunk contains
 
 
 def promised_chunks(plan: ExecutionPlan) -> Iterator[tuple[int, str, int, Value]]:
-    """Yields rank, buffer, chunk and value of every chunk that a collective promises.
+    """Yields rank, buffer, chunk and value of every chunk that the collective must produce.
 
     Raises:
-        CollectiveError: an unknown collective; no GPUs, or some with other numbers of chunks.
+        CollectiveError: the collective is unknown, there are no GPUs, or their numbers of chunks
+            differ from those of the collective.
     """
     gpus, kind, where = plan.gpus, plan.collective, f"{plan.collective} by {plan.name}"
     if kind not in COLLECTIVES.values():
         known = ", ".join(COLLECTIVES.values())
-        raise CollectiveError(f"{kind} is not judged", where=where, why=f"there are {known}")
+        raise CollectiveError(f"{kind} is not supported", where=where, why=f"there are {known}")
     sizes = {(gpu.inputs, gpu.outputs) for gpu in gpus}
     if len(sizes) != 1 or not all(inputs for inputs, _ in sizes):
         why = f"chunks of inputs and outputs: {sorted(sizes)[:8]}"

@@ -1,4 +1,4 @@
-"""Refuses rows of chosen algorithms that could not run, before any rank makes the call."""
+"""Checks before any call that the algorithms which a plan chooses can run on its mesh."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from autopar.ir.mesh import Mesh
 
 
 def checked(chosen: ChosenAlgorithms, mesh: Mesh) -> ChosenAlgorithms:
-    """Returns the rows, each of which can run on the mesh.
+    """Returns the chosen algorithms after checking that each can run on the mesh.
 
     Raises:
-        MeshError: an axis that the mesh does not have.
-        CollectiveError: an algorithm that does not run this collective, is written for another
+        MeshError: the mesh lacks an axis.
+        CollectiveError: an algorithm does not implement its collective, is written for another
             number of ranks, or sends more messages than a program may.
     """
     chosen.check(mesh)

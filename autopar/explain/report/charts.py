@@ -26,8 +26,8 @@ class Bar:
     """A span of time of a row of a Gantt chart.
 
     Attributes:
-        row, name: of the chart, and of the action.
-        kind: of the action; spans of a kind have one colour.
+        row, name: row of the chart, and name of the action.
+        kind: kind of the action; spans of a kind have one colour.
         start, end: seconds.
     """
 
@@ -83,7 +83,7 @@ def heat_map(explained: Mapping[str, Explanation], mesh: Mapping[str, Mesh]) -> 
 
     Args:
         explained: explanations by stage, "" for the only one.
-        mesh: of each of them.
+        mesh: mesh of each of them.
     """
     kinds = (("stored", "axes"), ("state", "updated_axes"), ("used", "used_axes"))
     axes = list(dict.fromkeys(axis for one in mesh.values() for axis in one.names))
@@ -200,9 +200,9 @@ def roofline(kernels: Sequence[Kernel], peak: float, bandwidth: float) -> Any:
     """Draws FLOP/s of operators against FLOPs by byte, below the roof of a device.
 
     Args:
-        kernels: of a step.
+        kernels: kernels of a step.
         peak: FLOP/s of matrix units.
-        bandwidth: of memory, bytes a second.
+        bandwidth: bandwidth of memory, bytes a second.
     """
     counted = [one for one in kernels if one.flops and one.nbytes and one.seconds]
     intensities = [one.flops / one.nbytes for one in counted]
@@ -230,7 +230,7 @@ def _sizes(seconds: Sequence[float]) -> list[float]:
 
 
 def figures(compared: Sequence[Figure]) -> Any:
-    """Draws the predicted milliseconds of two plans beside one another."""
+    """Draws the predicted milliseconds of two plans side by side."""
     times = [one for one in compared if one.name.endswith("_seconds") and (one.before or one.after)]
     names = [_text(one.name.removesuffix("_seconds")) for one in times]
     traces = [

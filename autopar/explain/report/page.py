@@ -42,7 +42,7 @@ def page(title: str, facts: Rows, parts: Sequence[Part]) -> str:
     """Returns the page.
 
     Args:
-        title: of the page.
+        title: title of the page.
         facts: names and values below the title.
         parts: its sections.
     """

@@ -41,7 +41,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement, judged: the device and the start in seconds of every task, and the end."""
+    """A simulated placement: device and start (seconds) of every task, and the end (seconds)."""
 
     devices: tuple[int, ...]
     starts: tuple[float, ...]
@@ -138,21 +138,21 @@ class PlacementProblem:
         return 0.0 if a == b else float(self.latency[a, b] + nbytes / self.bandwidth[a, b])
 
     def fits(self, devices: Sequence[int]) -> bool:
-        """Returns whether every device holds what its tasks keep."""
+        """Returns whether the memory of every device suffices for its tasks."""
         held = [0.0] * self.devices
         for task, device in zip(self.tasks, devices, strict=True):
             held[device] += task.memory
         return all(h <= most for h, most in zip(held, self.limits, strict=True))
 
 
-def play(
+def simulate_placement(
     problem: PlacementProblem, devices: Sequence[int], order: Sequence[int] | None = None
 ) -> Placed:
     """Runs every task on its device as early as possible, in an order; by default by rank.
 
     Raises:
         ProblemError: the order is not topological, or a device does not exist.
-        InfeasibleError: a device cannot hold what its tasks keep.
+        InfeasibleError: the memory of a device does not suffice for its tasks.
     """
     if not problem.fits(devices):
         raise InfeasibleError(

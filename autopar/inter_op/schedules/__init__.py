@@ -102,7 +102,7 @@ def allowed(text: str) -> frozenset[str]:
     """Parses a text of permissions such as "stale gradients".
 
     Raises:
-        ScheduleError: nothing asks for one of the permissions.
+        ScheduleError: a permission is unknown.
     """
     asked = frozenset(part for part in (part.strip() for part in text.split(",")) if part)
     known = {recipe.allow for recipe in schedules().values() if recipe.allow} | {LOCAL_UPDATES}

@@ -15,7 +15,7 @@ Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by role
 Dims = tuple[tuple[str, ...], ...]
 
 
-class Around(NamedTuple):
+class OperandFacts(NamedTuple):
     """Facts about the operands of an operator.
 
     Attributes:
@@ -27,7 +27,9 @@ class Around(NamedTuple):
     given: tuple[bool, ...]
 
 
-def around(graph: Graph, node: Node, options_of: Callable[[str], Sequence[Option]]) -> Around:
+def operand_facts(
+    graph: Graph, node: Node, options_of: Callable[[str], Sequence[Option]]
+) -> OperandFacts:
     """Returns facts about a node's operands; `options_of` gives the choices of their producers."""
     used = []
     for name in node.inputs:
@@ -35,14 +37,14 @@ def around(graph: Graph, node: Node, options_of: Callable[[str], Sequence[Option
         stored = known and known[0].stored is not None
         used.append(frozenset(o.results[0].dims for o in known) if stored else None)
     given = tuple(graph.root(name).op in ("input", "buffer") for name in node.inputs)
-    return Around(tuple(used), given)
+    return OperandFacts(tuple(used), given)
 
 
 def amounts(
     graph: Graph,
     node: Node,
     options: Sequence[Option],
-    near: Around,
+    facts: OperandFacts,
     mesh: Mesh,
     accelerator: bool,
 ) -> Rows:
@@ -52,7 +54,7 @@ def amounts(
         graph: prepared.
         node: any node but a parameter.
         options: its choices.
-        near: facts about its operands.
+        facts: facts about its operands.
         mesh: the devices.
         accelerator: whether the devices are accelerators rather than CPUs.
     """
@@ -77,14 +79,14 @@ def amounts(
             sizes["value", place] = float(layout.local_bytes(read.type, mesh))
             # A parameter that is never used in this layout is gathered, or split, for this
             # operator.
-            used = near.used[place]
+            used = facts.used[place]
             copied = used is not None and layout.dims not in used
             sizes["copy", place] = sizes["value", place] if copied else 0.0
         for place in memory.saved:
             nbytes = memory.results[0] if place < 0 else sizes["value", place]
             # An input or a buffer is always in memory, whole; saving it in that layout makes no
             # copy.
-            there = place >= 0 and near.given[place] and not into[place].sharded_axes
+            there = place >= 0 and facts.given[place] and not into[place].sharded_axes
             sizes["kept", place] = 0.0 if there else nbytes
         for key, nbytes in sizes.items():
             aside = node.name in graph.aside  # a training step does not compute it

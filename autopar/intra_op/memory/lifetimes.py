@@ -10,8 +10,8 @@ only need a sum wait for the end of the backward and are summed at once.
 
 Only the first and the last block of a run have points: from block to block, the bytes at the same
 place of a block change by the same amount. Points count the tensors of all blocks, so that a node
-of the folded graph holds n times its bytes of activations or gradients, less those not yet
-allocated or already freed.
+of the folded graph holds n times its bytes of activations or gradients, minus the bytes that are
+not yet allocated or already freed.
 
 A block with offloaded activations holds them until it returns, and again from the start of its
 backward; on accelerators for one block longer and one block earlier, while the copies run.
@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import hands_on, kept
-from autopar.intra_op.memory.moments import Away, Block, offloaded, recomputed, spans
+from autopar.intra_op.memory.moments import Block, OffloadSpan, offloaded, recomputed, spans
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
@@ -214,7 +214,7 @@ class _Step:
         return node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
 
     def _leaves(self) -> None:
-        """Records what is always alive, and the update, which reads it."""
+        """Records the tensors that are always alive, and the update, which reads them."""
         trained = []
         for leaf in self.graph.nodes:
             if leaf.op != "param":
@@ -229,7 +229,7 @@ class _Step:
             for _, share in trained:
                 self._alive(share, "update", self.last, self.last)
         elif trained:
-            # Parameters are updated one at a time, each beside what remains of the previous one.
+            # Parameters are updated one at a time, while temporaries of the previous one remain.
             at = max(range(len(trained)), key=lambda i: trained[i][0])
             self._alive(trained[at][1], "update", self.last, self.last, count=2.0)
             if at:
@@ -293,13 +293,13 @@ class _Step:
         alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
         return block if alone else None
 
-    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
+    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> OffloadSpan | None:
         """Returns when a value is in host memory, if only offloaded blocks save it."""
         blocks = [self.away.get(self.nodes[i].name) for i, _ in keepers]
         aways = [away for away in blocks if away is not None]
         if self.graph[root].is_leaf or len(aways) < len(blocks):
             return None
-        return Away(max(away.gone for away in aways), min(away.back for away in aways))
+        return OffloadSpan(max(away.gone for away in aways), min(away.back for away in aways))
 
     def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
         """Returns the inputs of recomputed blocks and the moments until which the blocks keep them.

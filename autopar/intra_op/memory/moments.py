@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
-from autopar.ir.recompute import Again, Recompute, again
+from autopar.ir.recompute import Recompute, RecomputedOperators, again
 
 
 @dataclass(frozen=True)
 class Block:
     """A recomputed block: its operators, when it runs again, and when its backward is done."""
 
-    what: Again
+    what: RecomputedOperators
     when: float
     done: float
 
 
 @dataclass(frozen=True)
-class Away:
-    """A block with offloaded activations: when they are gone, and when they are back."""
+class OffloadSpan:
+    """The times at which a block's offloaded activations have left the device and are back."""
 
     gone: float
     back: float
@@ -53,31 +53,31 @@ def recomputed(
 
 
 def offloaded(
-    graph: Graph, runs: Sequence[tuple[int, int]], place: Mapping[str, int], beside: bool
-) -> dict[str, Away]:
+    graph: Graph, runs: Sequence[tuple[int, int]], place: Mapping[str, int], overlapped: bool
+) -> dict[str, OffloadSpan]:
     """Returns the block of each operator that belongs to an offloaded block.
 
     Args:
         graph: a graph with its repeats.
         runs: for each run, its first offloaded block and the one after the last.
         place: position of each operator among all.
-        beside: whether copies overlap with kernels, as on accelerators: a block's tensors leave
+        overlapped: whether copies overlap with kernels, as on accelerators: a block's tensors leave
             while the next block computes, and come back while the block after it runs its backward.
     """
-    blocks: dict[str, Away] = {}
+    blocks: dict[str, OffloadSpan] = {}
     end = len(place)
     for repeat, (first, stop) in zip(graph.repeats, runs, strict=True):
         last = [max(place.get(name, -1) for name in names) for names in repeat.iterations]
         for number in range(first, stop):
-            behind = number + beside
+            behind = number + overlapped
             gone = end if behind >= stop else last[behind]
             comes = last[min(behind, repeat.count - 1)]
-            away = Away(gone, 2 * end - comes - 0.5)
+            away = OffloadSpan(gone, 2 * end - comes - 0.5)
             blocks |= dict.fromkeys(repeat.iterations[number], away)
     return blocks
 
 
-def spans(away: Away | None, begin: float, end: float) -> list[tuple[float, float]]:
+def spans(away: OffloadSpan | None, begin: float, end: float) -> list[tuple[float, float]]:
     """Returns when a tensor kept between two moments is on the device."""
     if away is None or away.back <= away.gone:
         return [(begin, end)]

@@ -27,7 +27,7 @@ Classes = tuple[int, ...]  # of one dimension, outermost first
 
 
 @dataclass(frozen=True)
-class Apart:
+class Unsplit:
     """An operator at which a class cannot be split, and why."""
 
     cls: int
@@ -91,11 +91,11 @@ class Dims:
         return size % ways == 0 or (size >= ways and len(classes) == 1)
 
     @cached_property
-    def apart(self) -> tuple[Apart, ...]:
+    def unsplit(self) -> tuple[Unsplit, ...]:
         """Operators at which classes cannot be split, in order of execution, each once per node."""
-        return tuple(dict.fromkeys(self._apart()))
+        return tuple(dict.fromkeys(self._unsplit()))
 
-    def _apart(self) -> Iterator[Apart]:
+    def _unsplit(self) -> Iterator[Unsplit]:
         for node in self.graph.folded:
             signature = self.signatures.get(node.name)
             for factor in signature.whole if signature else ():
@@ -103,13 +103,13 @@ class Dims:
                 if cls is not None and signature is not None:
                     inner = factor in signature.merged and _inner(factor, signature)
                     why = "inside a merged dimension" if inner else "needs it whole"
-                    yield Apart(cls, node.name, node.op, why)
+                    yield Unsplit(cls, node.name, node.op, why)
             if signature is None and not node.is_leaf:
                 for cls in {c for name in node.inputs for c in self.outer(name) if c is not None}:
-                    yield Apart(cls, node.name, node.op, "has no rule")
+                    yield Unsplit(cls, node.name, node.op, "has no rule")
             classes = [cls for cls in self.outer(node.name) if cls is not None]
             for cls in dict.fromkeys(cls for cls in classes if classes.count(cls) > 1):
-                yield Apart(cls, node.name, node.op, "stands in two dimensions")
+                yield Unsplit(cls, node.name, node.op, "stands in two dimensions")
 
 
 def _inner(factor: str, signature: Signature) -> bool:

@@ -9,14 +9,14 @@ the sum open. The storage of a parameter may be given before an arrow: ZeRO-3 is
 "[256@data, 64] => [256, 64] -sum(data)". That is the layout of the parameter itself; the layouts in
 which its gradients accumulate and in which it is updated may follow, and that in which it is kept
 for the backward: ZeRO-2 is "[256, 64] | [256@data, 64] | [256@data, 64] => [256, 64]" (see
-`ir/storage.py`). Equal blocks are planned alike: a pin on one is a pin on all.
+`ir/storage.py`). Equal blocks have equal layouts: a pin on one is a pin on all.
 
 A pin may be limited to some mesh axes: "[8@node, 16, 64] along node" leaves the other axes open.
 "not [8@node, 16]" excludes the layouts that "[8@node, 16]" would require. Several pins on one name
 are separated by ";".
 
-"by ring" names the form of an operator, "by plain" the operator as it is; the key may also be a
-module that the operator is in. "[8, 16@gpu] by ring" asks for a layout and a form.
+"by ring" names the form of an operator, "by plain" the operator without a form; the key may also be
+a module that contains the operator. "[8, 16@gpu] by ring" requests a layout and a form.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Megatron:
         return {**pins, **self._pairs(context, axes), **self._stream(context, axes)}
 
     def _pairs(self, context: PinContext, axes: Axes) -> dict[str, str]:
-        """Returns the pins of what pairs and the head give; else weights might be gathered."""
+        """Returns pins of the results of pairs and of the head, so that no weights are gathered."""
         inner, streams, pins = set(context.roles.inner), set(context.roles.streams), {}
         columns = {*inner, *self._vocabulary(context)}
         for item in context.roles.linears:
@@ -138,7 +138,7 @@ class Megatron:
 
     def _vocabulary(self, context: PinContext) -> list[int]:
         """Returns the vocabularies to split: those that no operator needs whole."""
-        ways, kept = context.mesh.axis_size(self.axis), {a.cls for a in context.dims.apart}
+        ways, kept = context.mesh.axis_size(self.axis), {a.cls for a in context.dims.unsplit}
         named = (c for c, name in enumerate(context.names) if name.split(".")[0] == "vocab")
         return [c for c in named if c not in kept and context.dims.divides(c, ways)]
 

@@ -92,8 +92,8 @@ class NamedLayout:
 
     def _splits_nowhere(self, context: PinContext, name: str) -> PinError:
         classes = {c for c, own in enumerate(context.names) if name in (own, own.split(".")[0])}
-        kept = [apart for apart in context.dims.apart if apart.cls in classes]
-        reasons = [f"{apart.op} (%{apart.node}) {apart.why}" for apart in kept[:3]]
+        kept = [one for one in context.dims.unsplit if one.cls in classes]
+        reasons = [f"{one.op} (%{one.node}) {one.why}" for one in kept[:3]]
         return PinError(
             f"no operator splits {name!r}",
             where=str(self),

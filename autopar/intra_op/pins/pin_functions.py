@@ -31,7 +31,7 @@ class PinContext:
     """The graph and mesh that a pin function is applied to.
 
     Attributes:
-        graph: normalised, with its repeats; nodes of the first block stand for those of all.
+        graph: normalised, with its repeats; nodes of the first block represent those of all blocks.
         mesh: the devices.
         rules: rules by operator.
         stored: whether pin functions decide how parameters are stored; False if the user did.
@@ -59,7 +59,7 @@ class PinContext:
         return name_dims(self.roles)
 
     def axes(self, names: Axes) -> Axes:
-        """Returns those of some mesh axes that have more than one device, in mesh order.
+        """Returns the given mesh axes that have more than one device, in mesh order.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -109,9 +109,9 @@ PinsLike = Mapping[str, str] | PinFunction | Sequence[Mapping[str, str] | PinFun
 def write(
     shape: tuple[int, ...], split: Mapping[int, Axes], along: Axes, *, stored: bool = False
 ) -> str:
-    """Returns a pin that splits dimensions of a value along axes that do nothing else to it.
+    """Returns a pin that splits dimensions of a value along some axes, without partial sums.
 
-    With `stored` it is the pin of a parameter that is stored as it is used.
+    With `stored`, it is the pin of a parameter that is stored in the layout in which it is used.
     """
     layout = Layout(tuple(split.get(dim, ()) for dim in range(len(shape)))).format(shape)
     return f"{f'{layout} => ' if stored else ''}{layout} along {', '.join(along)}"

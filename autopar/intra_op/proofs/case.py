@@ -22,7 +22,7 @@ from autopar.ir.graph import EXTEND, Graph, Node, Ref
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
-from autopar.operators.exchange import across
+from autopar.operators.exchange import local_steps
 from autopar.operators.interpret import TORCH_DTYPES, execute, tensor_type
 from autopar.operators.localise import localise
 
@@ -39,9 +39,9 @@ class Failure:
     """A strategy that computes something wrong.
 
     Attributes:
-        op, example, mesh, strategy: what was run, as text.
+        op, example, mesh, strategy: the case that was run, as text.
         rank: the first rank that differs.
-        value: what differs: "result 0", "gradient of operand 1", or the error that was raised.
+        value: the value that differs, "result 0" or "gradient of operand 1", or the error raised.
         difference: the largest difference; infinite if nothing can be compared.
     """
 
@@ -128,7 +128,7 @@ class Case:
         return Failure(*where, rank, value, difference)
 
     def _differences(self, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[float, int, str]]:
-        """Yields (difference, rank, what differs) for every result and gradient."""
+        """Yields (difference, rank, name) for every result and gradient."""
         layouts = (strategy.operands, strategy.results)
         inputs = [
             self._deal(value.detach(), layout, layout.partial, mesh)
@@ -145,7 +145,7 @@ class Case:
             local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
             return _run(steps, local, [part[rank] for part in owed], self.random, device)
 
-        if across(self.node, self.types, strategy.operands, strategy.form):
+        if local_steps(self.node, self.types, strategy.operands, strategy.form):
             runs = on_all_devices(mesh, run)
         else:
             runs = [run(rank, None) for rank in range(mesh.size)]

@@ -41,7 +41,7 @@ Trace = Callable[[Node, tuple[TensorType, ...], tuple[bool, ...], Container[str]
 
 
 def split_functions(graph: Graph, rules: Mapping[str, OpRule], joint: Trace) -> Graph:
-    """Returns `graph` with a rule beside each Function that can be split and has none in `rules`.
+    """Returns `graph` with a rule attached to each Function that can be split and has no rule yet.
 
     Args:
         graph: a captured graph.
@@ -107,7 +107,7 @@ def _factors(both: Joint, dims: Dims) -> Iterator[Factor]:
         for one, other in pairs:
             for a, b in zip(one, other, strict=False):
                 classes.union(a, b)
-    whole = {classes[apart.cls] for apart in dims.apart} | {classes[c] for c in dims.composite}
+    whole = {classes[one.cls] for one in dims.unsplit} | {classes[c] for c in dims.composite}
     for node in graph.nodes:
         whole |= {classes[cls] for cls in _stopped(both, dims, node)}
     for root in dict.fromkeys(classes[cls] for cls in range(len(dims.sizes))):

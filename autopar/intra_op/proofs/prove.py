@@ -111,7 +111,7 @@ def aliased(case: Case) -> Case | None:
     The largest operand of a dtype replaces all of them, or else one of several of equal type.
 
     Returns:
-        None where no operands are alike, or torch refuses such calls.
+        None if no operands have equal types, or torch rejects such calls.
     """
     ordered = sorted(case.operands, key=Tensor.numel, reverse=True)
     for alike in (_dtype, tensor_type):
@@ -150,7 +150,7 @@ def prove_node(
 
 
 def _formed(case: Case, mesh: Mesh) -> Sequence[Strategy]:
-    """Returns the strategies of the operator's forms; on three axes, of those that need three."""
+    """Returns the strategies of the operator's forms; on three axes, of forms that need three."""
     forms = {form.name for form in forms_of(case.node.op) if str(mesh) in form.meshes}
     every = [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
     return [strategy for strategy in every if len(mesh.axes) < 3 or strategy.form in forms]

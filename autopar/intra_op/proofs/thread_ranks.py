@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, blocks
-from autopar.operators.across import Across, Axes
+from autopar.operators.sharded_operators import Axes, ShardedOperators
 
 Value = TypeVar("Value")
 _PATIENCE = 60.0  # seconds after which a waiting thread fails
@@ -96,7 +96,7 @@ class _ThreadPeers:
 
 
 @dataclass
-class _Room:
+class _Rendezvous:
     """The rendezvous tables of all groups of a mesh, created on first use."""
 
     mesh: Mesh
@@ -114,10 +114,10 @@ class _Room:
                 table.barrier.abort()
 
 
-class ThreadDevice(Across):
+class ThreadDevice(ShardedOperators):
     """One device of a mesh, in its own thread."""
 
-    def __init__(self, room: _Room, rank: int) -> None:
+    def __init__(self, room: _Rendezvous, rank: int) -> None:
         self.room, self.mesh, self.coordinate = room, room.mesh, room.mesh.coordinate(rank)
 
     def group(self, axes: Axes) -> _ThreadPeers:
@@ -139,7 +139,7 @@ def on_all_devices(mesh: Mesh, run: Callable[[int, ThreadDevice], Value]) -> Seq
     Raises:
         Exception: the error of the first device that failed by itself rather than by waiting.
     """
-    room = _Room(mesh)
+    room = _Rendezvous(mesh)
 
     def one(rank: int) -> Value:
         try:

@@ -6,8 +6,9 @@ dominance is dead-end elimination, Goldstein's criterion (Biophysical Journal 66
 graphs are close to series-parallel, and most operators have one strategy for each of their
 neighbour's, so that of ten thousand nodes the rules leave about a hundred.
 
-Each rule explains in a sentence why no optimum is lost. `rules` has those of nodes and edges,
-`dominance` those that compare choices, `memory` those that use memory; `flat` compresses time. All
+Each rule explains in a sentence why no optimum is lost. `rules` contains the rules of nodes and
+edges, `dominance` the rules that compare choices, `memory` the rules that use memory; `flat`
+compresses time. All
 are compiled, over the arrays of `store`.
 """
 
@@ -44,8 +45,8 @@ class Reduction:
 
     A choice for the smaller problem costs as much as its expansion, and fits in memory if and only
     if its expansion does (its peak alone may be lower, where memory cannot bind). Eliminated nodes
-    leave behind nodes of a single choice: one for their cost, others for their memory. Where a node
-    stands for several, each further piece of memory is a node that must agree with it.
+    leave nodes with a single choice: one for their cost, others for their memory. If a node
+    represents several nodes, each further piece of memory is a node that must agree with it.
     """
 
     problem: Problem

@@ -59,7 +59,7 @@ def least_gain(s: Store, h: int, i: int, r: int, floor: float) -> float:
 
 @inner
 def cheapest_partners(s: Store, h: int, count: int, best: Ints, at_best: int) -> None:
-    """Writes the cheapest choice at the far end of h beside each of `count` choices."""
+    """Writes the cheapest choice at the far end of h for each of `count` choices."""
     near, step = strides(s, h)
     at, other = s.edge[h >> 1, PLACE], s.node[far(s, h), SIZE]
     for i in range(count):
@@ -74,7 +74,7 @@ def cheapest_partners(s: Store, h: int, count: int, best: Ints, at_best: int) ->
 def gains_at_best(s: Store, v: int, i: int, best: Ints, gains: Floats) -> None:
     """Writes how much more node v costs with each other choice than with i, with i's best partners.
 
-    These gains are at least those with any other partners.
+    With any other partners, the gains are at most as large.
     """
     start, count = s.node[v, START], s.node[v, SIZE]
     for r in range(count):

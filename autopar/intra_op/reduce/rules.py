@@ -174,7 +174,7 @@ def burden(s: Store, v: int) -> int:
 
 @inner
 def lack(s: Store, entries: int, notes: int) -> int:
-    """Returns what has no room for so many more: POOL_FULL, LOG_FULL, or DONE if both have."""
+    """Returns POOL_FULL or LOG_FULL if the pool or the log lacks room for the entries, or DONE."""
     if s.used[POOL] + entries > len(s.pool):
         return POOL_FULL
     return LOG_FULL if s.used[LOG] + notes + 8 > len(s.log) else DONE

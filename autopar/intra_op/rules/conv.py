@@ -54,7 +54,7 @@ def _conv(space: int, groups: int) -> Callable[[Node, tuple[TensorType, ...]], s
 
 
 def _unfolding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
-    """Returns the spatial dimensions of a transposed convolution, split if windows are apart."""
+    """Returns the spatial dimensions of a transposed convolution; split if no windows overlap."""
     kernel = types[1].shape[-space:]
     into, out = [], []
     for i in range(space):
@@ -86,7 +86,7 @@ def _conv_flops(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _trailing(space: int) -> str:
-    """Returns a rule for two operands and results, alike except in `space` last dimensions."""
+    """Returns a rule for two operands and results, equal except in the last `space` dimensions."""
     into, out = (", ".join([f"... {_names(prefix, space)}"] * 2) for prefix in "ir")
     return f"{into} -> {out}"
 

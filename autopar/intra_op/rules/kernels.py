@@ -1,7 +1,7 @@
 """Fused kernels that replace several operators of a model (see `autopar/ir/fusion/`).
 
-Factors and FLOPs repeat those in the kernels' own files; importing those here would import Triton
-wherever rules are used.
+Factors and FLOPs repeat those in the kernels' own files, because importing these files would import
+Triton wherever rules are used.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Types = tuple[TensorType, ...]
 
 
 def _matrices(*cores: int) -> Callable[[Node, Types], str]:
-    """Returns a rule whose operands end in as many whole dimensions as `cores` says.
+    """Returns a rule whose operands end in `cores` dimensions that cannot be split.
 
     The last of `cores` holds for further operands. Each result begins with the batch.
     """
@@ -36,7 +36,7 @@ def _matrices(*cores: int) -> Callable[[Node, Types], str]:
 def _along(
     position: int, mark: str, *, gone: bool, default: int = -1
 ) -> Callable[[Node, Types], str]:
-    """Returns a rule for two operands that meet along one dimension and broadcast otherwise.
+    """Returns a rule for two operands that share one dimension and broadcast otherwise.
 
     Args:
         position: index of the argument that names the dimension.

@@ -13,7 +13,7 @@ RULES = (
         "autopar.mixture",
         lambda node, types: factors(node),
         flops=lambda node, types: f"{2 * (2 + (node.args[0] is not None))} ... k f d",
-        together="e ...",  # tokens travel to their experts
+        together="e ...",  # tokens are sent to their experts
         examples=(
             f"{_EXPERTS}, f64[8, 3], i64[8, 2]<4, f64[8, 2], 'silu'",
             f"{_EXPERTS}, f64[4, 2, 3], i64[4, 2, 2]<3, f64[4, 2, 2], 'gelu'",

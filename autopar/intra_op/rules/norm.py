@@ -33,10 +33,10 @@ def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Keeps everything whole in training.
+    """Returns the rule of a batch norm, which runs whole in training.
 
-    The statistics are those of the whole batch, and the running statistics, which every device
-    holds, are written.
+    It computes the statistics of the whole batch, and writes the running statistics, which every
+    device holds.
     """
     rank = len(types[0].shape)
     if rank < 2:

@@ -177,7 +177,7 @@ RULES = (
     *_families(),
     *(rule(f"aten.{op}", _cast, examples=(example,)) for op, example in _CASTS.items()),
     rule("aten.frexp.Tensor", "... -> ..., ...", examples=(f"const {_REAL}",)),
-    # A value beside a condition, which is one boolean, whole everywhere.
+    # A value and a condition, which is one boolean, replicated on all devices.
     rule(
         "autopar.assume",
         _SPEC,

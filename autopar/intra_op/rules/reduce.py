@@ -52,7 +52,7 @@ _X = "f64[4, 6, 8]"
 _DIMS = (f"{_X}, (1,)", f"{_X}, (0, -1), True")
 _DIM = (f"{_X}, 1", f"{_X}, -1, True")
 _ALL = (_X,)
-# Operator -> (position of its dimensions, examples); devices compare their results along those.
+# Operator -> (position of its dimensions, examples); devices compare results along split ones.
 _COMPARED: dict[str, tuple[int, tuple[str, ...]]] = {
     "amax": (1, _DIMS),
     "amin": (1, (*_DIMS, "i64[4, 6], (1,)")),

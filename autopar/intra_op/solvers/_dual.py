@@ -94,7 +94,7 @@ def ascend(
     guesses: dict[bytes, Ints] = {}
     for step in range(steps):
         cost = flat.cost + table @ prices
-        # At first a backward sweep gathers what a forward one takes as gathered.
+        # The first sweep is a backward one, whose messages the first forward sweep reads.
         for k in range(0 if step else -1, SWEEPS if step else 10 * SWEEPS):
             sweep(graph, cost, messages, guess, bool(k % 2))
         now = Dual(flat, prices, messages, 0.0, ())

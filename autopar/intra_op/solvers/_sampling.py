@@ -83,7 +83,7 @@ class Sampler:
         return min(max(self.done / self.most, spent), 1.0)
 
     def restart(self) -> None:
-        """Begins anew: each node takes its lightest choice, or a random one."""
+        """Restarts: each node takes its choice with the least memory, or a random one."""
         choice = []
         for node in self.problem.nodes:
             lightest = int(np.argmin(np.sum([nbytes for _, nbytes in node.held], axis=0)))

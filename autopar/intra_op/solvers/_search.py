@@ -34,7 +34,7 @@ WIDE = 0.01  # gap above which the bound need not be raised to its end
 LOOK = 10  # in that case, steps of the bound between guesses
 LOOKS = 12  # rounds of repair while a choice exceeds memory
 TREE = 200  # maximal nodes of a block that is optimised at once
-DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # in turn, how much worse than the best a kick may be
+DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # from the best, allowed to kicks in rotation
 NEAR = 0.01  # relative gap within which the bound prunes the core
 MANY_PAIRS = 200_000  # pairs of a core for which pruning pays
 SHRINK_STEPS = 12  # steps of the prices for that bound
@@ -130,7 +130,7 @@ class Search:
         return choice
 
     def shrink(self, times: Ints, prices: Floats) -> Floats:
-        """Drops from the core what a bound excludes from the best choices, and reduces it again.
+        """Drops choices that a bound excludes from the best solution, and reduces the core again.
 
         Returns better memory prices at those times. Pays where few pairs of many can be left: where
         the best price is near the bound.
@@ -195,7 +195,7 @@ class Search:
         peak = float(self.core.holds(choice).max())
         if self.whole or peak <= self.core.limit * (1 - 1e-9):
             return peak <= self.core.limit
-        # This close to the limit only exact sums can tell.
+        # Close to the limit, only exact sums decide.
         return evaluate(self.problem, self.expand(choice).tolist()).feasible
 
     def _improve(self, choice: Ints) -> None:

@@ -20,7 +20,7 @@ from autopar.intra_op.solvers._trws import near
 
 @inner
 def _grow(s: Local, root: int, most: int, block: Ints, parent: Ints, inside: Ints) -> int:
-    """Writes the nodes of a block in order, each after its parent, with the half-edges to those.
+    """Writes the nodes of a block in order, each after its parent, with half-edges to parents.
 
     It grows at random: different trees connect the same nodes.
 

@@ -18,7 +18,7 @@ from autopar.intra_op.reduce.numba_compile import entry, inner
 class Links(NamedTuple):
     """A problem's graph: matrices, and per node its half-edges, 2 e at the first end of edge e.
 
-    Message h is what edge h // 2 adds to the choices of half-edge h's node.
+    Message h is the cost that edge h // 2 adds to the choices of half-edge h's node.
     """
 
     start: Ints

@@ -25,7 +25,7 @@ MOST = 100_000  # combinations that are enumerated
 
 
 def solve(problem: Problem, **_: Any) -> Solution:
-    """Returns the optimum without memory, or a local optimum of what elimination leaves.
+    """Returns the optimum without memory, or a local optimum of the problem after elimination.
 
     The bound is the optimum without memory, or the sum of all least costs.
 

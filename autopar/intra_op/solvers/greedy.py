@@ -93,7 +93,7 @@ class Tables:
         return sum((b for _, _, b in self.pieces[node]), np.zeros(len(self.cost[node])))
 
     def above(self, held: NDArray[np.float64], node: int) -> NDArray[np.float64]:
-        """Returns the worst excess of each choice over the limit, given what others hold."""
+        """Returns the worst excess of each choice over the limit, given the other nodes' bytes."""
         excess = np.zeros(len(self.cost[node]))
         for low, high, nbytes in self.pieces[node]:
             if low < high:

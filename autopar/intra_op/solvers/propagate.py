@@ -43,7 +43,7 @@ def solve(problem: Problem, **_: Any) -> Solution:
             solver may still find a choice that fits.
     """
     started = time.perf_counter()
-    choice = _Spreading(problem).run()
+    choice = _Propagation(problem).run()
     judged = evaluate(problem, choice)
     if not judged.feasible:
         raise InfeasibleError(
@@ -74,7 +74,7 @@ class _End:
     now: Array
 
 
-class _Spreading:
+class _Propagation:
     """Decides nodes one after the other.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The integer program with named variables, in PuLP: readable, and a check of the one in arrays.
+"""The integer program with named variables, in PuLP: readable, and a check of the array version.
 
 The program is that of `_integer`, stated without its arrays and its reductions:
 
@@ -64,7 +64,7 @@ def solve(
     import pulp
 
     started = time.perf_counter()
-    program = Stated(problem)
+    program = PulpProgram(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program.lp.solve(_solver(backend, time_limit, gap))
@@ -87,7 +87,7 @@ def solve(
 
 def written(problem: Problem) -> str:
     """Returns the program in the LP format of CPLEX, which every solver reads."""
-    program = Stated(problem)
+    program = PulpProgram(problem)
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder) / "problem.lp"
@@ -95,7 +95,7 @@ def written(problem: Problem) -> str:
         return path.read_text(encoding="utf-8")
 
 
-class Stated:
+class PulpProgram:
     """A problem as a program of PuLP.
 
     Attributes:
@@ -161,7 +161,7 @@ class Stated:
         return [(y, float(cost[i, j])) for (i, j), y in pair.items()]
 
     def _memory(self) -> None:
-        """At each time at which the set of live nodes is maximal, memory is within the limit."""
+        """Adds the memory limit at each time at which the set of live nodes is maximal."""
         import pulp
 
         limit = self.problem.memory_limit

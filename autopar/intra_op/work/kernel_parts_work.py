@@ -44,7 +44,7 @@ def as_part(local: Local, whole: NodeWork) -> NodeWork:
 
 
 def _reread(local: Local, work: NodeWork) -> NodeWork:
-    """Returns the work with what each reduction reads again, in the dtype that lies in memory."""
+    """Returns the work with the repeated reads of reductions, in the stored operand's dtype."""
     node = local.graph[local.node.inputs[0]]
     while node.inputs and (node.alias or (node.part.fused and not node.part.readers)):
         node = local.graph[node.inputs[0]]
@@ -73,7 +73,7 @@ def _as_part(local: Local, whole: NodeWork) -> NodeWork:
 
 
 def _fused(local: Local) -> NodeWork:
-    """Returns what an operator moves for its kernel."""
+    """Returns the bytes that an operator contributes to its kernel."""
     node, part = local.node, local.node.part
     if part.sums >= 0:
         given, more = local.written, max(part.sums - 1, 0)
@@ -108,8 +108,7 @@ def _in_steps(local: Local, whole: NodeWork) -> NodeWork:
 def _joined(whole: NodeWork, share: float) -> NodeWork:
     """Returns a linear as a part of a product with 1 / share as many columns.
 
-    Forwards and for the weights the columns stand beside one another; for the input they are
-    summed over.
+    Forwards and for the weights, columns are concatenated; for the input, they are summed over.
     """
     if share == 1.0:
         return whole

@@ -62,7 +62,7 @@ def node_work(
             `node.types`.
         signature: its rule applied to it; None if it has no rule and runs whole.
         mesh: the devices.
-        form: name of its implementation; "" for the operator as it is.
+        form: name of its implementation; "" for the operator without a form.
 
     Returns:
         Kernels with local FLOPs and bytes. Leaves have none, nor do views forwards; `backward` is
@@ -239,9 +239,9 @@ def _chunked_loss(local: Local) -> NodeWork:
 def _mixture(local: Local, signature: Signature) -> NodeWork:
     """Returns a mixture's products for the rows of local experts, assuming equal load.
 
-    Besides the products, rows are sorted by expert and gathered, gates are multiplied, and the
-    results are scaled and summed in the dtype of the weights; backwards likewise. Fused kernels
-    scale and sum the rows as they read them, and write nothing in between.
+    In addition to the products, rows are sorted by expert and gathered, gates are multiplied, and
+    the results are scaled and summed in the dtype of the weights; the backward does the same. Fused
+    kernels scale and sum the rows while they read them, without intermediate writes.
     """
     named = by_name(local.node, local.operands)
     down, x, ids, weights = (named[name] for name in ("down", "x", "ids", "weights"))

@@ -8,11 +8,11 @@ from autopar.ir.executed.library_kernels import base
 from autopar.ir.tensor import DTYPE_BYTES
 
 SORT = 16  # passes over keys of 64 bits by a radix sort, 8 bits at a time, reads and writes
-_SELECTS = ("topk", "kthvalue", "median")  # they select by digits, and sort only what they select
+_SELECTS = ("topk", "kthvalue", "median")  # they select by digits, and sort only the selection
 
 
 def look_up(local: Local) -> NodeWork:
-    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros."""
+    """Returns a lookup's work: it reads the rows that it writes; gradients are added into zeros."""
     beside = local.read - local.operands[0].nbytes
     forward = local.work(local.flops, beside + 2 * local.written)
     if not local.node.requires_grad:

@@ -5,8 +5,8 @@ A module has an `EXAMPLE` of how a user writes its method, and a function that r
     EXAMPLE = "top-k 1 %"
     def read(text: str) -> Messages | Factors | None: ...
 
-A method says how many bytes it sends, for prices, and computes what it sends. It imports no torch:
-it calls the methods of the tensors that it is given.
+A method states the bytes of its messages, for prices, and computes the messages. It imports no
+torch: it calls the methods of the tensors that it receives.
 """
 
 from __future__ import annotations

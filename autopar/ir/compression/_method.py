@@ -15,7 +15,7 @@ Reduction = Generator[Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
 class Field(NamedTuple):
-    """A part of a message: numbers of a dtype, "" for the one in which gradients are sent."""
+    """A part of a message: numbers of a dtype, "" for the dtype in which gradients are sent."""
 
     dtype: str
     length: int
@@ -25,12 +25,12 @@ class Field(NamedTuple):
 class Messages(ABC):
     """A method that encodes n numbers as a message of fixed size.
 
-    An all_reduce becomes an all_gather of messages, or, where that would receive more bytes than
-    the exact call, an all_to_all of messages and an all_gather of the encoded sums. A
-    reduce_scatter becomes an all_to_all. Each device sums what it decodes in the order of ranks.
+    An all_reduce becomes an all_gather of messages. If this would receive more bytes than the exact
+    call, it becomes an all_to_all of messages and an all_gather of the encoded sums. A
+    reduce_scatter becomes an all_to_all. Each device sums the decoded messages in rank order.
     """
 
-    feedback: ClassVar[bool] = True  # whether what is left out is added to the next gradient
+    feedback: ClassVar[bool] = True  # whether the residual is added to the next gradient
 
     @abstractmethod
     def fields(self, n: int) -> tuple[Field, ...]:
@@ -47,7 +47,7 @@ class Messages(ABC):
 
     @abstractmethod
     def decode(self, fields: Sequence[Tensor], n: int, kernels: Any) -> Tensor:
-        """Returns [rows, n], given what `encode` returned."""
+        """Returns [rows, n], given the result of `encode`."""
 
     def total(self, fields: Sequence[Tensor], n: int, kernels: Any) -> Tensor:
         """Returns [n], the sum of the decoded rows in order."""
@@ -57,8 +57,8 @@ class Messages(ABC):
         """Returns the bytes of a message of n numbers.
 
         Args:
-            n: how many.
-            element: bytes of one as it is sent without compression.
+            n: count of numbers.
+            element: bytes of a number that is sent without compression.
         """
         sizes = ((DTYPE_BYTES[field.dtype] if field.dtype else element) for field in self.fields(n))
         return sum(size * field.length for size, field in zip(sizes, self.fields(n), strict=True))
@@ -76,14 +76,14 @@ class Factors(ABC):
 
     @abstractmethod
     def reduce(self, x: Tensor, memory: dict[str, Tensor]) -> Reduction:
-        """Yields what is summed over devices, and is sent the sum.
+        """Yields tensors to sum over devices; a generator that is sent each sum.
 
         Args:
             x: this device's matrix.
-            memory: what the method keeps from step to step, by name.
+            memory: tensors that the method keeps from step to step, by name.
 
         Returns:
-            The approximate sum of all matrices, and what this device contributed to it.
+            The approximate sum of all matrices, and this device's contribution to it.
         """
 
 

@@ -3,7 +3,7 @@
     P = sum of M Q,   P orthonormal,   Q = sum of M^T P,   sum of M = P Q^T
 
 Vogels, Karimireddy & Jaggi, "PowerSGD" (arXiv:1905.13727), algorithms 1 and 2. A device's residual
-is M - P (M^T P)^T, so that all residuals together are what the sum of factors leaves out.
+is M - P (M^T P)^T, so the sum of all residuals is the error of the sum of factors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PowerSGD(Factors):
         return f"powersgd rank {self.rank}"
 
     def sizes(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Those of P and of Q."""
+        """Returns the sizes of P and of Q."""
         return self.rank * rows, self.rank * columns
 
     def reduce(self, x: Tensor, memory: dict[str, Tensor]) -> Reduction:

@@ -1,7 +1,7 @@
-"""The largest numbers of a tensor, with their places.
+"""Top-k: sends the largest numbers of a tensor, with their indices.
 
 Lin et al., "Deep Gradient Compression" (arXiv:1712.01887); Stich et al., "Sparsified SGD with
-Memory" (arXiv:1809.07599), for what error feedback promises.
+Memory" (arXiv:1809.07599), for the convergence with error feedback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TopK(Messages):
     """The largest by absolute value.
 
     Attributes:
-        percent: how many of a hundred, as text; of a tensor one at least.
+        percent: percentage of numbers, as text; at least one number of a tensor.
     """
 
     percent: str
@@ -41,7 +41,7 @@ class TopK(Messages):
         return Field("", self.kept(n)), Field("i32", self.kept(n))
 
     def encode(self, x: Tensor, kernels: Any) -> tuple[Tensor, ...]:
-        """Of every row the largest, in the order of their places."""
+        """Returns the largest numbers of every row, in the order of their indices."""
         places = x.abs().topk(self.kept(x.shape[1]), 1).indices.sort(1).values
         return x.gather(1, places), places.int()
 

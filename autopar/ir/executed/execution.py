@@ -63,7 +63,7 @@ class Execution:
         linears: "" or the 8-bit format of the linears of blocks.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
-        reserve: the share of the bytes that the allocator holds that are not alive.
+        reserve: the share of the allocator's bytes that no tensor uses.
 
     Raises:
         OptionError: a value is not one of these.
@@ -162,7 +162,7 @@ class Part:
         share: the part of a joined product that is its own.
         narrow: the 8-bit format of its product.
         casts: whether its first operand is cast for it, rather than for an earlier reader.
-        sums: for a shared value, how many gradients meet; -1 for those of all readers.
+        sums: for a shared value, the number of gradients that are added; -1 for all readers.
         loss: how a cross entropy runs, as in `Execution`.
         rereads: whether it reads its operand again for each of its reductions.
         direct: whether it is a convolution that multiplies every pixel.

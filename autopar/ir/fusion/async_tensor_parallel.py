@@ -46,12 +46,12 @@ class Overlapped:
     operands: tuple[Layout, ...] = ()
 
 
-class Beside:
+class OverlappableLinears:
     """The linears of a graph that may overlap with a collective, whatever their layouts.
 
     Args:
         graph: prepared.
-        alone: numbers of runs of blocks without such overlap: those that recompute selectively,
+        alone: numbers of the runs of blocks without such overlap: runs that recompute selectively,
             since torch recognises only its own matrix products.
     """
 
@@ -127,7 +127,7 @@ class Beside:
         return node.op == "param"
 
 
-def runs_beside(
+def overlapped_step(
     op: str, value: Node, steps: Sequence[Step], near: Collection[str], resharder: Resharder
 ) -> Step | None:
     """Returns the only step of a layout change, if linears can overlap with it.
@@ -153,7 +153,7 @@ class Overlaps:
     """The collectives of a plan that overlap with linears.
 
     Args:
-        beside: the linears that may overlap.
+        linears: the linears that may overlap.
         resharder: the plan's resharder.
         near: axes whose devices can read one another's memory; none if it is switched off.
         operands: node -> the layouts in which it reads.
@@ -163,22 +163,22 @@ class Overlaps:
 
     def __init__(
         self,
-        beside: Beside,
+        linears: OverlappableLinears,
         resharder: Resharder,
         near: Collection[str],
         operands: Callable[[str], Sequence[Layout]],
         result: Callable[[str], Layout],
         formed: Callable[[str], bool],
     ) -> None:
-        self.beside, self.resharder, self.near = beside, resharder, frozenset(near)
+        self.linears, self.resharder, self.near = linears, resharder, frozenset(near)
         self.operands, self.result, self.formed = operands, result, formed
 
     def gather(self, reader: Node, held: Layout) -> Overlapped | None:
         """Returns the all_gather of a value in layout `held` before `reader`, a linear or share."""
-        linears = self.beside.readers(reader)
+        linears = self.linears.readers(reader)
         if not linears or any(self.formed(linear.name) for linear in linears):
             return None
-        graph, whole = self.beside.graph, self.operands(reader.name)[0]
+        graph, whole = self.linears.graph, self.operands(reader.name)[0]
         value = graph[reader.inputs[0]]
         step = self._step("all_gather", value, held, whole)
         given = whole if reader.op == LINEAR else self.result(reader.name)
@@ -202,7 +202,7 @@ class Overlaps:
         the linear needs a bias that is zero on all devices but the first, made from one that all
         have.
         """
-        reader = self.beside.reader(linear)
+        reader = self.linears.reader(linear)
         if reader is None or self.formed(linear.name):
             return None
         wanted = self.operands(reader.name)[reader.inputs.index(linear.name)]
@@ -211,7 +211,7 @@ class Overlaps:
             return None
         operands = list(self.operands(linear.name))
         for place, name in list(enumerate(linear.inputs))[2:]:
-            bias = self.beside.graph[name]
+            bias = self.linears.graph[name]
             asked = self._steps(bias, self.result(name), operands[place])
             if [(one.op, one.axes) for one in asked] != [("to_partial", step.axes)]:
                 return None
@@ -222,4 +222,4 @@ class Overlaps:
         return self.resharder.steps(value.type, src, dst, value.requires_grad)
 
     def _step(self, op: str, value: Node, src: Layout, dst: Layout) -> Step | None:
-        return runs_beside(op, value, self._steps(value, src, dst), self.near, self.resharder)
+        return overlapped_step(op, value, self._steps(value, src, dst), self.near, self.resharder)

@@ -120,7 +120,7 @@ class Pattern:
 def call(
     match: Match, writer: Writer, kernel: str, args: Sequence[Arg], gives: Sequence[str] = ()
 ) -> None:
-    """Writes a call of a kernel whose results are the match's and those named in `gives`."""
+    """Writes a call of a kernel whose results are the match and the nodes named in `gives`."""
     last = match.found
     nodes = [last, *(match.node(name) or last for name in gives)]
     grad = any(node.requires_grad for node in nodes)

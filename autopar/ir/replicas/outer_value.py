@@ -2,9 +2,8 @@
 
     "co2 over node, tau=12, beta=0.5"
 
-Along the mesh axes that it names, replicas exchange no gradients: each takes tau steps of its own
-(a round), and a method of `autopar/runtime/outer/methods/` says what becomes of their parameters
-then.
+Along the mesh axes that it names, replicas exchange no gradients: each takes tau independent steps
+(a round), and then a method of `autopar/runtime/outer/methods/` combines their parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Outer:
         method: its name.
         axes: the independent axes of the mesh, outermost first.
         tau: steps of a round; see `autopar.ir.replicas.tau`.
-        options: of the method, by name, as texts.
+        options: options of the method, by name, as texts.
         on_loss: "error" stops all replicas if a rank is lost; "continue" leaves its replica out of
             the averages from then on.
 
@@ -90,7 +89,7 @@ class Outer:
 
     @classmethod
     def read(cls, given: Outer | str | None) -> Outer | None:
-        """Returns the value of what a user passes; OptionError if it is none."""
+        """Returns the value of a user's option; raises OptionError if it is invalid."""
         return cls.parse(given) if isinstance(given, str) else given
 
     @property

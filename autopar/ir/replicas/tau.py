@@ -30,7 +30,7 @@ class Tau:
     for 0.
 
     Attributes:
-        steps: of a round; 0 leaves it to measurement.
+        steps: number of steps of a round; 0 if it is measured.
         first, until: another number of steps for rounds that begin before step `until`.
         by: "loss", "1/loss" or "".
     """
@@ -49,7 +49,7 @@ class Tau:
 
     @classmethod
     def read(cls, given: Any) -> Tau:
-        """Reads a number or a text; OptionError if it is none of the above forms."""
+        """Reads a number or a text; raises OptionError for other forms than the above."""
         if isinstance(given, Tau):
             return given
         text = str(given).strip()
@@ -81,7 +81,7 @@ class Tau:
             step: steps that were made before it.
             loss, first_loss: mean losses of the last round that is known, and of the first; NaN
                 where there is none.
-            measured: what measurement chooses.
+            measured: the tau that measurement chooses.
         """
         if self.is_auto:
             return measured

@@ -1,8 +1,8 @@
-"""Layouts and the steps between them, for all tensors that can be split alike.
+"""Layouts and the steps between them, for all tensors that have the same possible layouts.
 
-Which layouts a tensor can have depends on its extents only through the products of mesh axes that
-they admit, and a step's bytes are those of the layout it leaves (forward) or enters (backward). So
-steps are listed once for a class of tensors, and a tensor adds its bytes.
+The possible layouts of a tensor depend on its extents only through the products of mesh axes that
+the extents allow. The bytes of a step are those of the layout that it leaves (forward) or enters
+(backward). Steps are therefore listed once for a class of tensors, and each tensor adds its bytes.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class _Net:
 
 
 def class_of(tensor: TensorType, products: Sequence[int]) -> tuple[int, ...]:
-    """Returns what two tensors share if they can be split alike: a number for each dimension.
+    """Returns a key, a number for each dimension, that is equal for tensors with equal layouts.
 
     Args:
         tensor: the tensor.
-        products: of sizes of mesh axes, see `axis_products`.
+        products: products of sizes of mesh axes, see `axis_products`.
     """
     return tuple(bisect_right(products, size) for size in tensor.shape)
 

@@ -127,7 +127,7 @@ class Resharder:
         return self._moves[key]
 
     def _sized(self, step: Step, tensor: TensorType) -> Step:
-        """Returns a step with the bytes of this tensor, as it is sent."""
+        """Returns a step with the bytes of this tensor's messages."""
         calls = (
             call and self._sent(replace(call, nbytes=at.local_bytes(tensor, self.mesh)), tensor)
             for call, at in ((step.forward, step.src), (step.backward, step.dst))
@@ -135,7 +135,7 @@ class Resharder:
         return Step(step.op, step.axes, step.dim, step.to_dim, step.src, step.dst, *calls)
 
     def _sent(self, call: Collective, tensor: TensorType) -> Collective:
-        """Returns a call as it is sent: sums in a wider dtype, and by a chosen algorithm."""
+        """Returns a call with the dtype in which it sums, and with its chosen algorithm."""
         wide = self.widened.get(tensor.dtype)
         if wide is not None and call.kind in SUMS:
             factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
@@ -149,7 +149,7 @@ class Resharder:
 
 
 class _Tree:
-    """The shortest paths from one layout, after Dijkstra, found as far as they are asked for.
+    """The shortest paths from one layout, by Dijkstra's algorithm, computed on demand.
 
     Args:
         src: the layout.

@@ -30,7 +30,7 @@ _NUMBER = TensorType("f32", ())
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalState:
     """A state of one parameter on a device, between steps.
 
     Attributes:
@@ -53,16 +53,16 @@ def states_of(
     precision: Precision,
     away: bool = False,
     in_parts: bool = False,
-) -> tuple[Kept, ...]:
+) -> tuple[LocalState, ...]:
     """Returns all states of a trained parameter on a device.
 
     Args:
-        rule: of its update.
+        rule: rule of its update.
         storage: its layouts.
         tensor: its type.
         mesh: the devices.
         precision: dtypes of updates and messages.
-        away: whether what only the update needs is kept in host memory.
+        away: whether states that only the update needs are kept in host memory.
         in_parts: whether a kernel updates parts in flat buffers.
     """
     return tuple(_states(rule, storage, tensor, mesh, precision, away, in_parts))
@@ -76,7 +76,7 @@ def _states(
     precision: Precision,
     away: bool,
     in_parts: bool,
-) -> Iterator[Kept]:
+) -> Iterator[LocalState]:
     own = precision.updated(tensor)
     part = TensorType(own.dtype, storage.updated.local_shape(own.shape, mesh))
     cut = part.shape != storage.held.local_shape(own.shape, mesh)
@@ -89,7 +89,7 @@ def _states(
     for state in states:
         if whole:
             placed = replace(state, place=HOST if away else DEVICE)
-            yield Kept(placed, state.nbytes(own) / mesh.size, whole)
+            yield LocalState(placed, state.nbytes(own) / mesh.size, whole)
         else:
             yield _of_part(state, part, away)
     left = sum(hop.residual for hop in storage.hops(tensor, mesh, 1, True, precision))
@@ -97,21 +97,21 @@ def _states(
         dtype = "f64" if precision.sent(tensor).dtype == "f64" else "f32"
         share = left / (DTYPE_BYTES[dtype] * part.numel)
         extents = ANY if share == 1 else f"{share:.12g} {ANY}"
-        yield Kept(State(LEFT_OUT, dtype, extents), float(left))
+        yield LocalState(State(LEFT_OUT, dtype, extents), float(left))
 
 
-def _of_part(state: State, part: TensorType, away: bool) -> Kept:
-    return Kept(replace(state, place=HOST if away else DEVICE), state.nbytes(part))
+def _of_part(state: State, part: TensorType, away: bool) -> LocalState:
+    return LocalState(replace(state, place=HOST if away else DEVICE), state.nbytes(part))
 
 
-def shared_states(precision: Precision) -> tuple[Kept, ...]:
+def shared_states(precision: Precision) -> tuple[LocalState, ...]:
     """Returns the states that belong to no parameter: the loss scale, and the steps it has held."""
     if not precision.scaled:
         return ()
     states = State("loss_scale", "f32", ""), State("good_steps", "i64", "")
-    return tuple(Kept(state, state.nbytes(_NUMBER)) for state in states)
+    return tuple(LocalState(state, state.nbytes(_NUMBER)) for state in states)
 
 
-def nbytes_in(states: Iterable[Kept], place: str) -> float:
+def nbytes_in(states: Iterable[LocalState], place: str) -> float:
     """Returns the bytes of states in DEVICE or HOST memory."""
     return math.fsum(kept.nbytes for kept in states if kept.state.place == place)

@@ -30,7 +30,7 @@ def owner_hops(rule: Rule, storage: Storage, own: TensorType, mesh: Mesh) -> tup
     """Returns the collectives by which a parameter reaches its owner and comes back.
 
     Args:
-        rule: of the parameter.
+        rule: rule of the parameter.
         storage: its storage.
         own: its type in the dtype of the update.
         mesh: the devices.

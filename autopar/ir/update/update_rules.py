@@ -1,4 +1,4 @@
-"""Update: which states an optimizer keeps of a parameter, and which layout its kernel asks for.
+"""Update: the states that an optimizer keeps of a parameter, and the layout that its kernel needs.
 
 An update is a list of rules; the first rule that applies to a parameter counts:
 
@@ -48,8 +48,8 @@ class State:
 
     Attributes:
         name: as in the optimizer's state.
-        dtype: as in `DTYPE_BYTES`; "" for that of what is updated.
-        extents: as between the brackets of its text.
+        dtype: as in `DTYPE_BYTES`; "" for the dtype of the updated tensor.
+        extents: as in the brackets of its text.
         place: "device" or "host".
         lifetime: "kept" between steps, or only in the "update".
     """
@@ -67,7 +67,7 @@ class State:
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         match = _STATE.fullmatch(text)
         if match is None or not _extents(match[3]) or match[2] not in (None, *DTYPE_BYTES):
             raise _unread(text, "a name, perhaps a dtype, and extents: exp_avg[*]")
@@ -104,7 +104,7 @@ class Products:
     Attributes:
         times: number of repetitions.
         terms: letters m, n and k of every product, s for the short and l for the long side.
-        dtype: of the operands; "" for that of what is updated.
+        dtype: dtype of the operands; "" for the dtype of the updated tensor.
     """
 
     times: int
@@ -116,7 +116,7 @@ class Products:
 
     @classmethod
     def parse(cls, text: str) -> Products:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         match = _PRODUCTS.fullmatch(text)
         terms = tuple(match[2].split(" + ")) if match else ()
         fits = all(re.fullmatch("[sl] [sl] [sl]", term) for term in terms)
@@ -158,7 +158,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Reads what `str` gives; raises PlanError for anything else."""
+        """Parses the result of `str`; raises PlanError for anything else."""
         left, arrow, right = text.partition(" -> ")
         names, colon, kind = left.rpartition(": ")
         kind, _, products = (kind if colon else left).partition(", ")
@@ -177,7 +177,7 @@ class Rule:
         )
 
     def applies(self, name: str, ndim: int) -> bool:
-        """Returns whether it is for a parameter of this name with so many dimensions."""
+        """Returns whether it applies to a parameter of this name with `ndim` dimensions."""
         named = not self.names or any(_matches(name, each) for each in self.names)
         return named and self.dims in (ANY, dims_of(ndim))
 
@@ -192,9 +192,9 @@ class Rule:
         return self.needs == WHOLE
 
     def load(self, shape: Sequence[int]) -> float:
-        """Returns the load of an owner of a parameter, by which they are dealt.
+        """Returns the load of a parameter's owner, by which parameters are distributed.
 
-        It is the FLOPs of the products, else the size of the states that it keeps.
+        It is the number of FLOPs of the products, or else the size of the states.
         """
         if self.products is None:
             return self.nbytes(TensorType("f32", tuple(shape))) or float(math.prod(shape))
@@ -206,7 +206,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def dims_of(ndim: int) -> str:
-    """Returns the letters of so many dimensions, "a b" for two."""
+    """Returns the letters of `ndim` dimensions, such as "a b" for two."""
     return " ".join(_LETTERS[:ndim])
 
 
@@ -238,15 +238,15 @@ class Update:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Update:
-        """Reads what `texts` gives; raises PlanError for anything else."""
+        """Parses the result of `texts`; raises PlanError for anything else."""
         return cls(tuple(map(Rule.parse, texts)))
 
     @classmethod
     def of_bytes(cls, state_bytes: float, whole: bool = False) -> Update:
-        """Returns an update with so many bytes of state per byte of a parameter.
+        """Returns an update with a number of bytes of state per byte of a parameter.
 
         Args:
-            state_bytes: as plan files before this value said it.
+            state_bytes: the value in plan files of earlier versions.
             whole: whether the optimizer mixed the elements of a tensor.
         """
         if state_bytes == 2.0 and not whole:

@@ -1,1 +1,1 @@
-"""Attention in parts of keys or of heads: what the forms of attention have in common."""
+"""Attention over parts of the keys or of the heads, shared by the forms of attention."""

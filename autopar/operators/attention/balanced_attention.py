@@ -1,9 +1,10 @@
-"""Attention under a mask, balanced by the keys that queries see, not by the queries' number.
+"""Attention under a mask, with devices balanced by pairs of queries and keys, not by queries.
 
-If documents are packed into a row, some queries see many keys and others few. The queries are cut
-into blocks, each of which sees keys in one range. The blocks are distributed by their work, the
-largest first, to the device with the least work so far; the results return to their owners. The
-call that distributes queries also sends keys and values to all devices.
+If documents are packed into a row, some queries attend to many keys and others to few. The queries
+are cut into blocks, and each block attends to one range of keys. The blocks are distributed by
+their work: the largest block first, to the device with the least work so far. The results return to
+the devices of the queries. The call that distributes queries also sends keys and values to all
+devices.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from autopar.operators.peer_devices import Peers
 
 
 def shares(spans: Sequence[Run], count: int) -> Order:
-    """Returns the queries of each device, so that all see equally much.
+    """Returns the queries of each device, balanced by the numbers of their keys.
 
     Args:
-        spans: first key and end of the keys that each query sees.
+        spans: first key and end of the keys to which each query attends.
         count: number of devices.
     """
     return dealt_blocks(len(spans), lambda run: _work(spans, run), count)
 
 
 def span(spans: Sequence[Run], run: Run) -> Run:
-    """Returns first key and end of the keys that some queries see, (0, 0) for none."""
+    """Returns first key and end of the keys to which some queries attend; (0, 0) for none."""
     own = [(low, high) for low, high in spans[run[0] : sum(run)] if low < high]
     return (min(low for low, _ in own), max(high for _, high in own)) if own else (0, 0)
 
@@ -57,10 +58,10 @@ def balanced_attention(
 
     Args:
         tensors: queries, keys and values, [..., heads, positions, width].
-        mask: which keys this device's queries see, [..., queries, keys].
-        how: what is computed.
+        mask: whether this device's queries attend to each key, [..., queries, keys].
+        how: options of attention.
         peers: the devices.
-        size: all queries and keys.
+        size: number of queries and of keys of all devices.
     """
     out: Tensor = _BalancedAttention.apply(  # type: ignore[no-untyped-call]
         *tensors, mask, how, peers, size
@@ -144,7 +145,7 @@ class _BalancedAttention(torch.autograd.Function):
 
 
 def _places(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
-    """Yields where a device has each of its runs."""
+    """Yields the local start of each of a device's runs, with the run."""
     at = 0
     for run in runs:
         yield at, run
@@ -152,7 +153,7 @@ def _places(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
 
 
 def _spans(mask: Tensor, peers: Peers, size: int) -> list[Run]:
-    """Returns first key and end of the keys that each query of all devices sees, in any batch."""
+    """Returns first key and end of the keys of each query of all devices, over the batch."""
     seen = mask.reshape(-1, *mask.shape[-2:]).any(0).int()
     some, keys = seen.amax(-1), mask.shape[-1]
     ends = torch.stack([seen.argmax(-1) * some, (keys - seen.flip(-1).argmax(-1)) * some], -1)

@@ -4,8 +4,8 @@
     "512"                 documents of 512 positions
     "4096 512 512 128"    a sample; rows are packed with documents of these lengths in turn
 
-A row takes whole documents until it is full, and the beginning of one more. Prices are means over a
-few batches of such rows.
+A row is filled with whole documents and the beginning of one more. Prices are means over a few
+batches of such rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autopar.operators.attention.sequence_forms import ATTENTION, SEEN, seen
 from autopar.operators.form import Part
 
 DOCUMENTS = "documents"  # a keyword of attention, for prices only
-PRICED = (SEEN, DOCUMENTS)  # keywords that change nothing but prices
+PRICED = (SEEN, DOCUMENTS)  # keywords that affect only prices
 UNKNOWN = "unknown"
 BLOCKS = 8  # of queries for each device, in the form `balanced`
-_BATCHES = 8  # over which prices are means
+_BATCHES = 8  # number of batches over which prices are averaged
 _LENGTHS = 2**16
 Run = tuple[int, int]  # first position and length
 
@@ -38,14 +38,14 @@ class DocumentLengths:
     """A sample of lengths; prints as the text that `parse` reads.
 
     Attributes:
-        sample: positions of each document; empty if unknown.
+        sample: number of positions of each document; empty if unknown.
     """
 
     sample: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> DocumentLengths:
-        """Returns the sample that a text says; raises OptionError if it says none."""
+        """Parses the text of a sample; raises OptionError for other text."""
         words = text.split()
         if words in ([], [UNKNOWN]):
             return cls()
@@ -61,18 +61,21 @@ class DocumentLengths:
         return " ".join(map(str, self.sample)) or UNKNOWN
 
     def balanced(self, size: int, rows: int, devices: int, causal: bool) -> float:
-        """Returns the keys that the busiest device reads for each of its queries, of all keys.
+        """Returns the mean share of all keys that the busiest device reads for a query.
 
         Args:
-            size: positions of a row.
-            rows: rows of a batch, which share the division of queries over devices.
-            devices: their number.
-            causal: whether queries see no later keys.
+            size: number of positions of a row.
+            rows: number of rows of a batch, which share the distribution of queries over devices.
+            devices: number of devices.
+            causal: whether queries attend only to earlier keys.
         """
         return _balanced(self, size, rows, devices, causal)
 
     def turns(self, size: int, rows: int, devices: int, causal: bool) -> float:
-        """Returns in how many turns of a ring a device sees a key; arguments as in `balanced`."""
+        """Returns the mean number of turns of a ring in which a device attends to a key.
+
+        The arguments are those of `balanced`.
+        """
         return _turns(self, size, rows, devices, causal)
 
 
@@ -106,7 +109,7 @@ def _turns(lengths: DocumentLengths, size: int, rows: int, devices: int, causal:
 
 
 def _batches(lengths: DocumentLengths, size: int, rows: int) -> list[list[list[int]]]:
-    """Returns for each row of some batches where its documents start."""
+    """Returns the first positions of the documents of each row, for some batches."""
     documents, batches = itertools.cycle(lengths.sample), []
     for _ in range(_BATCHES):
         batch = []
@@ -121,7 +124,7 @@ def _batches(lengths: DocumentLengths, size: int, rows: int) -> list[list[list[i
 
 
 def _span(batch: list[list[int]], run: Run, size: int, causal: bool) -> Run:
-    """Returns first key and end of the keys that some queries see in any row."""
+    """Returns first key and end of the keys to which some queries attend in any row."""
     first, last = run[0], sum(run) - 1
     low = min(starts[bisect_right(starts, first) - 1] for starts in batch)
     if causal:
@@ -131,20 +134,20 @@ def _span(batch: list[list[int]], run: Run, size: int, causal: bool) -> Run:
 
 
 def dealt(size: int, work: Callable[[Run], int], devices: int) -> list[tuple[Run, ...]]:
-    """Returns the queries of each device, in blocks of one number of queries.
+    """Returns the queries of each device, in blocks of equal length.
 
     Graham, "Bounds on multiprocessing timing anomalies" (1969): no device has more than 4/3 of the
-    best division's work.
+    work of the best distribution.
 
     Args:
         size: number of queries.
-        work: returns what a block takes.
-        devices: their number.
+        work: returns the work of a block.
+        devices: number of devices.
     """
     parts = BLOCKS * devices
     runs = [part_of(size, parts, at) for at in range(parts)]
     each = {run: work(run) for run in runs if run[1]}
-    loads = [(0, 0, at) for at in range(devices)]  # work, queries and the device
+    loads = [(0, 0, at) for at in range(devices)]  # work, number of queries, device
     given: list[list[Run]] = [[] for _ in range(devices)]
     for run in sorted(each, key=lambda run: (-each[run], run)):
         load, queries, at = min(loads)
@@ -160,17 +163,17 @@ def lengths_of(node: Node) -> DocumentLengths:
 
 
 def sees_later_keys(node: Node, keys: int) -> bool:
-    """Returns whether a mask is not known to hide later keys, as half of all pairs."""
+    """Returns whether attention may include later keys, as far as its mask is known."""
     return seen(node) > (keys + 1) / (2 * keys)
 
 
 def rows_of(part: Part) -> int:
-    """Returns the rows of a batch that a device packs: those of its mask."""
+    """Returns the number of rows in a device's part of the mask."""
     return math.prod(part.operand(3).shape[:-2])
 
 
 def with_documents(graph: Graph, lengths: DocumentLengths) -> Graph:
-    """Returns `graph` whose attention under a mask of the batch is priced by these documents."""
+    """Returns `graph` with these documents as price assumption of attention under input masks."""
     given: set[str] = set()  # values that depend on an input
     nodes = []
     for node in graph.nodes:

@@ -1,7 +1,8 @@
 """Torch's fused attention kernels over some of the keys, with each query's log-sum-exp (lse).
 
-`F.scaled_dot_product_attention` chooses among them, but does not return the lse that merges parts,
-nor does it take that of all keys for the gradient of one part. The operators behind it do both.
+`F.scaled_dot_product_attention` chooses among these kernels. It does not return the lse, which is
+needed to merge parts, and its backward does not take the lse over all keys, which is needed for the
+gradient of one part. The operators that it calls do both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def fuses(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> bool:
-    """Returns whether a kernel takes such operands without a mask.
+    """Returns whether a kernel accepts such operands, without a mask.
 
     Args:
         query, key, value: [batch, heads, positions, width].
-        ahead: position of the first query less that of the first key under a causal mask; None
-            without one.
+        ahead: position of the first query minus that of the first key, under a causal mask; None
+            without a causal mask.
     """
     same = {x.shape[-1] for x in (query, key, value)} == {query.shape[-1]}
     leads = {x.shape[:-2] for x in (query, key, value)} == {query.shape[:-2]}
@@ -36,7 +37,7 @@ def fuses(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> bool:
 def fused(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention of operands that `fuses` takes, and its lse [batch, heads, queries, 1]."""
+    """Returns attention, for which `fuses` must hold, and its lse [batch, heads, queries, 1]."""
     operators = torch.ops.aten
     if query.device.type == "cpu":
         kernel = operators._scaled_dot_product_flash_attention_for_cpu
@@ -53,7 +54,7 @@ def fused_gradients(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of queries, keys and values that come from these keys.
+    """Returns the contributions of these keys to the gradients of queries, keys and values.
 
     Args:
         tensors: query, key and value, as in `fused`.
@@ -69,7 +70,7 @@ def fused_gradients(
         kernel = operators._scaled_dot_product_flash_attention_for_cpu_backward
         found = kernel(*operands, 0.0, causal, scale=scale)
     else:
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of no dropout
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused, without dropout
         sizes = None, None, query.shape[-2], key.shape[-2]
         kernel = operators._scaled_dot_product_flash_attention_backward
         found = kernel(*operands, *sizes, 0.0, causal, seed, seed[:0], scale=scale)

@@ -1,7 +1,8 @@
-"""Attention over keys and values that are gathered for it, forwards and again backwards.
+"""Attention over gathered keys and values; the backward gathers them again.
 
-Keys and values are sent in one buffer with a row for each position, so that the rows of all devices
-arrive one after another. Under a causal mask, a device meanwhile attends to its own keys.
+Keys and values are sent in one buffer with a row for each position, so the rows of all devices
+arrive in the order of the devices. Under a causal mask, a device attends to its own keys while the
+others arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention, settled
-from autopar.operators.attention.ring_attention import Ring, Turn
+from autopar.operators.attention.ring_attention import Ring, RingStep
 from autopar.operators.attention.sequences import Run, length
 
 
@@ -29,8 +30,8 @@ def gathered_attention(
     Args:
         query: [..., heads, queries, width].
         key, value: this device's keys, [..., heads, keys, width].
-        mask: of this device's queries and all keys, broadcast; None for none.
-        how: what is computed.
+        mask: mask of this device's queries and all keys, broadcast; None for none.
+        how: options of attention.
         ring: the devices, with contiguous positions.
     """
     out: Tensor = _GatheredAttention.apply(  # type: ignore[no-untyped-call]
@@ -90,7 +91,7 @@ class _GatheredAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Rows:
-    """A device's keys and values, as they are gathered: a row for each position.
+    """A device's keys and values in the layout of the gather: a row for each position.
 
     Attributes:
         key, value: [..., heads, keys, width].
@@ -108,7 +109,7 @@ class _Rows:
 
     def turns(
         self, query: Tensor, mask: Tensor | None, how: Attention
-    ) -> Iterator[tuple[Turn, Run]]:
+    ) -> Iterator[tuple[RingStep, Run]]:
         """Yields the turns of a device, with the positions of the keys of each."""
         ring = self.ring
         me, size = ring.peers.index, ring.peers.size
@@ -120,17 +121,17 @@ class _Rows:
         wait = ring.peers.stack(sent)
         run = 0, sum(map(length, ring.keys))
         if how.causal and ring.keys[me] == ring.queries[me]:
-            yield Turn(query, self.key, self.value, mask, how, ring, 0), ring.keys[me][0]
-            run = 0, ring.keys[me][0][0]  # the keys before its own
+            yield RingStep(query, self.key, self.value, mask, how, ring, 0), ring.keys[me][0]
+            run = 0, ring.keys[me][0][0]  # keys of earlier devices
             ring = replace(ring, keys=[(run,)] * size)
         else:
             ring = _cut(ring)
         stacked = wait()
         if run[1]:
             keys, values = self.opened(self._in_order(stacked)[: run[1]])
-            if query.is_cpu:  # whose kernel takes a tenth longer for keys between values
+            if query.is_cpu:  # whose kernel is 10 % slower if keys and values are interleaved
                 keys, values = keys.contiguous(), values.contiguous()
-            yield Turn(query, keys, values, mask, how, ring, 0), run
+            yield RingStep(query, keys, values, mask, how, ring, 0), run
 
     def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values in rows."""
@@ -160,9 +161,9 @@ class _Rows:
 
 
 def _cut(ring: Ring) -> Ring:
-    """Returns the ring whose one turn has all keys, cut where this device's queries begin and end.
+    """Returns a ring with one turn of all keys, cut at both ends of this device's queries.
 
-    A causal mask then hides nothing of the first part, half of the second, and the third.
+    A causal mask then hides nothing of the first part, half of the second, and all of the third.
     """
     ((first, count),) = ring.queries[ring.peers.index]
     every = sum(map(length, ring.keys))

@@ -1,8 +1,8 @@
-"""Sequences exchanged for heads: each device gets all positions of some heads, in one call.
+"""Exchanges sequences for heads: each device gets all positions of some heads, in one call.
 
-Jacobs et al., "DeepSpeed Ulysses" (arXiv:2309.14509), section 3. A device gets the heads of keys
-and values that its heads of queries read; where there are fewer of those than devices, or they are
-not cut evenly, several devices get the same one, and their gradients add up.
+Jacobs et al., "DeepSpeed Ulysses" (arXiv:2309.14509), section 3. A device gets the key and value
+heads that its query heads read. If there are fewer key heads than devices, or they do not divide
+evenly, several devices get the same head, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Run = tuple[int, int]  # first and number
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a tensor that each device gets, and positions that each had.
+    """The heads that each device gets of a tensor, and the positions that it had before.
 
     Attributes:
-        heads: of each device; they may overlap.
+        heads: heads of each device; they may overlap.
         rows: positions of each device.
-        every: number of heads.
+        every: number of heads of the tensor.
     """
 
     heads: tuple[Run, ...]
@@ -35,7 +35,7 @@ class Heads:
 
     @classmethod
     def of(cls, peers: Peers, count: int, heads: int, extent: int) -> Heads:
-        """Returns those of a tensor with so many heads that `count` heads of queries read."""
+        """Returns the heads of a tensor with `heads` heads that is read by `count` query heads."""
         readers = peers.blocks(count)
         share = count // heads
         runs = [(at // share, (at + n - 1) // share - at // share + 1) for at, n in readers]
@@ -49,7 +49,7 @@ def to_heads(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> t
 
 
 def to_rows(x: Tensor, how: Heads, peers: Peers) -> Tensor:
-    """Returns this device's positions of all heads, where each device has some heads of its own."""
+    """Returns this device's positions of all heads, of which each device has a disjoint part."""
     out: Tensor = _ToRows.apply(how, peers, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -117,7 +117,7 @@ def _to_rows(tensors: Sequence[Tensor], how: Sequence[Heads], peers: Peers) -> t
 
 
 def _joined(parts: Sequence[Tensor], how: Heads) -> Tensor:
-    """Returns the heads that all devices had, where those that several had are summed."""
+    """Returns the heads of all devices; a head that several devices had is summed."""
     if sum(count for _, count in how.heads) == how.every:
         return torch.cat(list(parts), -3)
     first = parts[0]
@@ -130,7 +130,7 @@ def _joined(parts: Sequence[Tensor], how: Heads) -> Tensor:
 def _dealt(
     sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], peers: Peers
 ) -> list[list[Tensor]]:
-    """Returns what each device sends to this one, in one call, given the shapes of it."""
+    """Returns the tensors that each device sends to this one, in one call, given their shapes."""
     sizes = [[torch.Size(shape).numel() for shape in row] for row in shapes]
     taken = peers.deal(sent, [sum(row) for row in sizes])()
     return [

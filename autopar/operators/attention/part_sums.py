@@ -1,6 +1,6 @@
 """Accumulates results and gradients of attention over groups of keys, with few memory writes.
 
-The first part that has all rows is kept as it is; where there is one part, nothing is copied.
+The first part that covers all rows is kept without a copy, so a single part is never copied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autopar.operators.peer_devices import widened
 
 @dataclass
 class Result:
-    """Attention of some queries over the keys seen so far.
+    """The result of attention of some queries over the keys added so far.
 
     Attributes:
-        query, key, value: operands whose shapes, but for the number of keys, are those of all.
-        how: what is computed.
+        query, key, value: operands with the shapes of all parts, except for the number of keys.
+        how: options of attention.
     """
 
     query: Tensor
@@ -32,7 +32,7 @@ class Result:
     _total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Run, out: Tensor, lse: Tensor) -> None:
-        """Merges attention of some queries over further keys, which it may keep and overwrite."""
+        """Merges attention of some queries over further keys; may keep and overwrite `out`."""
         if self._total is None and rows[1] == self.query.shape[-2]:
             self._total = out, lse
             return
@@ -60,11 +60,11 @@ def _unattended(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> tu
 
 @dataclass
 class GradientSum:
-    """A sum of gradients of some rows each.
+    """A sum of gradients, each for a range of rows.
 
     Attributes:
-        like: a tensor of the shape of all, if there is no target.
-        target: where the sum is written; None for a tensor of its own.
+        like: a tensor with the shape of the sum, used if there is no target.
+        target: the tensor into which the sum is written; None to allocate one.
     """
 
     like: Tensor
@@ -72,7 +72,7 @@ class GradientSum:
     _runs: list[Run] = field(default_factory=list)  # rows that have been written, disjoint
 
     def add(self, run: Run, more: Tensor) -> None:
-        """Adds gradients of some rows, which it may keep and overwrite."""
+        """Adds the gradients of some rows; may keep and overwrite `more`."""
         if self.target is None and run == (0, self.like.shape[-2]):
             self.target, self._runs = more, [run]
             return
@@ -93,7 +93,7 @@ class GradientSum:
         return self._memory()
 
     def add_to(self, total: Tensor) -> None:
-        """Adds the sum to another."""
+        """Adds the sum to a tensor."""
         for run in self._runs:
             total.narrow(-2, *run).add_(self._memory().narrow(-2, *run))
 

@@ -2,9 +2,9 @@
 
     lse = log sum exp(scale q k^T + mask),    out = exp(scale q k^T + mask - lse) v
 
-Parts with the sums of their exponentials merge to the attention over all of their keys; with the
-merged lse and out, the gradient of each part is that of its own keys alone (Dao,
-"FlashAttention-2", arXiv:2307.08691, section 3.1; Liu et al., "Ring Attention", arXiv:2310.01889).
+Given the lse of each part, parts can be merged to the attention over all of their keys. Given the
+merged lse and out, the gradient of each part depends on its own keys only (Dao, "FlashAttention-2",
+arXiv:2307.08691, section 3.1; Liu et al., "Ring Attention", arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Attention:
 
     Attributes:
         scale: factor of the products; None for 1 / sqrt(width of a head).
-        causal: whether a query sees no later keys.
-        grouped: whether equally many neighbouring heads of queries share a head of keys.
+        causal: whether a query attends only to keys up to its own position.
+        grouped: whether groups of query heads share a key head (grouped-query attention).
     """
 
     scale: float | None = None
@@ -39,7 +39,7 @@ class Attention:
     def of(
         cls, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
     ) -> Attention:
-        """Returns what torch's keywords say."""
+        """Returns the options that torch's keywords describe."""
         return cls(scale, is_causal, enable_gqa)
 
     def factor(self, query: Tensor) -> float:
@@ -69,11 +69,11 @@ def partial_attention(
         query: [..., heads, queries, width].
         key, value: [..., heads, keys, width].
         mask: bool or additive, broadcast to [..., heads, queries, keys]; None for none.
-        how: what is computed.
-        ahead: position of the first query less that of the first key, for a causal mask.
+        how: options of attention.
+        ahead: position of the first query minus that of the first key, for a causal mask.
 
     Returns:
-        [..., heads, queries, width of values] and [..., heads, queries, 1]. A query without a key
+        [..., heads, queries, width of values] and [..., heads, queries, 1]. A query without keys
         has lse -inf and result 0.
     """
     keys, values = how.repeated(key, query), how.repeated(value, query)
@@ -88,10 +88,10 @@ def partial_attention(
 
 
 def settled(mask: Tensor | None) -> Tensor | None:
-    """Returns a mask whose rows that hide every key by the lowest number are infinite.
+    """Returns a mask with infinite rows in place of rows that hide every key by the lowest number.
 
-    Such a number leaves nothing of a score that it is added to, so that all keys weigh alike; the
-    lse of the row would not say how many there are.
+    A score plus the lowest number is that number, so all keys of such a row get equal weights. The
+    lse of the row would not show the number of keys.
     """
     if mask is None or not mask.is_floating_point():
         return mask
@@ -105,9 +105,8 @@ def settled(mask: Tensor | None) -> Tensor | None:
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges attention of the same queries over other keys into `out` and `lse`.
 
-    Results of queries without a key are 0, as `partial_attention` gives them.
-
-    On a GPU it is one kernel, where the operands lie as that takes them.
+    Results of queries without keys are 0, as in `partial_attention`. On a GPU one kernel merges
+    them, if it supports the strides of the operands.
     """
     if out.is_cuda and _merged_by_kernel(out, lse, more, more_lse):
         return
@@ -117,10 +116,10 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
 
 
 def _merged_by_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> bool:
-    """Merges with the kernel for (batch, row, head, width); returns whether it takes these."""
+    """Merges with the kernel for (batch, row, head, width); returns whether it supports these."""
     if out.dim() != 4:
         return False
-    # Few programs have a ring, and importing the kernels takes a second.
+    # Importing the kernels takes a second, and few programs have a ring.
     kernel = importlib.import_module("autopar_kernels.registry").operators()["attention_merge_"]
     total = lse.squeeze(-1).contiguous()
     operands = (
@@ -135,7 +134,7 @@ def _merged_by_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of one part of attention; `mask` is None where there is no additive mask."""
+    """Gradients of one part of attention; `mask` is None without an additive mask."""
 
     query: Tensor
     key: Tensor
@@ -150,11 +149,11 @@ def partial_gradients(
     ahead: int,
     after: Sequence[Tensor],
 ) -> Gradients:
-    """Returns the gradients that come from some keys, in at least float32.
+    """Returns the contributions of some keys to the gradients, in at least float32.
 
     Args:
         tensors: query, key and value, as in `partial_attention`.
-        mask, how, ahead: as there.
+        mask, how, ahead: as in `partial_attention`.
         after: lse of the queries over all keys, [..., heads, queries, 1], the gradient of the
             result, and the result.
     """
@@ -183,7 +182,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, how: Attention, ahe
     scores = widened(query) @ widened(key).mT * how.factor(query)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:  # a query that sees no key weights all alike, see `settled`
+    elif mask is not None:  # a query without keys weights all keys equally, see `settled`
         scores = (scores + mask).masked_fill(mask == torch.inf, 0)
     if how.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(ahead)
@@ -192,5 +191,5 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, how: Attention, ahe
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Returns lse with 0 where there is no key, so that exponentials there are 0."""
+    """Returns lse with 0 for queries without keys, so that their exponentials are 0."""
     return lse.masked_fill(lse == -torch.inf, 0)

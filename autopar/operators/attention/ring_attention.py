@@ -1,10 +1,11 @@
 """Ring attention: keys and values travel around the devices, each of which keeps its queries.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
-(arXiv:2310.01889), section 3: while a device computes on one block, it sends that to the next one.
-Forwards a block makes n - 1 hops, or fewer if no later device sees it. Backwards it makes them
-again, and the gradients of its keys and values follow it one turn behind: from the device that has
-it second, since those of the first turn are at home, and from the last one home.
+(arXiv:2310.01889), section 3: while a device computes on one block, it sends the block to the next
+device. Forwards, a block makes n - 1 hops, or fewer if no later device attends to it. Backwards, it
+makes these hops again, and the sum of the gradients of its keys and values follows one turn behind.
+The first turn's gradients are computed on the block's own device and stay there. The sum starts at
+the second device and returns from the last one.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Ring:
         return cls(peers, contiguous(peers, size[0]), contiguous(peers, size[1]))
 
     def source(self, turn: int, device: int | None = None) -> int:
-        """Returns whose keys a device, by default this one, has in a turn."""
+        """Returns the device whose keys a device, by default this one, has in a turn."""
         return ((self.peers.index if device is None else device) - turn) % self.peers.size
 
     def longest(self) -> int:
-        """Returns the keys of the longest part."""
+        """Returns the number of keys of the longest part."""
         return max(map(length, self.keys))
 
     def reach(self, causal: bool) -> list[int]:
-        """Returns for each device the last turn in which a query sees one of its keys."""
+        """Returns for each device the last turn in which a query attends to one of its keys."""
         size = self.peers.size
         found = []
         for source in range(size):
@@ -64,8 +65,8 @@ class Ring:
         """Starts to send rows of equal lengths.
 
         Args:
-            row: the row that this device sends, or another of its length if it sends none.
-            to: returns to which device a device sends its row; None for none.
+            row: the row that this device sends, or any row of this length if it sends none.
+            to: returns the receiver of a device's row; None if the device sends none.
 
         Returns:
             A function that waits for the rows that arrive here, by sender.
@@ -85,7 +86,7 @@ class Ring:
         return arrive
 
     def met(self, turn: int) -> Order:
-        """Returns the keys of a turn up to the last that a query of the device sees causally."""
+        """Returns the keys of a turn up to the last one that a causal mask leaves to a query."""
         order: Order = []
         for device in range(self.peers.size):
             meetings = self.meetings(turn, True, device)
@@ -97,14 +98,14 @@ class Ring:
             order.append(tuple(runs))
         return order
 
-    def meetings(self, turn: int, causal: bool, device: int | None = None) -> list[Meeting]:
-        """Returns which queries of a device, by default this one, meet which keys of a turn."""
+    def meetings(self, turn: int, causal: bool, device: int | None = None) -> list[BlockPair]:
+        """Returns the pairs of query and key ranges of a turn on a device, by default this one."""
         own = self.queries[self.peers.index if device is None else device]
         keys = self.keys[self.source(turn, device)]
-        if causal and own == keys == tuple(sorted(own)):  # what is later there is later here
+        if causal and own == keys == tuple(sorted(own)):  # the order of keys is that of queries
             every = 0, length(own)
-            return [Meeting(every, every, 0, own[0][0])]
-        found: list[Meeting] = []
+            return [BlockPair(every, every, 0, own[0][0])]
+        found: list[BlockPair] = []
         at = 0
         for first, count in own:
             to = 0
@@ -112,21 +113,21 @@ class Ring:
                 ahead = first - start
                 if not causal or ahead + count > 0:
                     cut = causal and ahead < size - 1
-                    found.append(Meeting((at, count), (to, size), ahead if cut else None, start))
+                    found.append(BlockPair((at, count), (to, size), ahead if cut else None, start))
                 to += size
             at += count
         return _joined(found)
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Some queries and some keys of a turn.
+class BlockPair:
+    """A range of queries and a range of keys of a turn.
 
     Attributes:
-        rows, columns: place and length among the queries and among the keys.
-        ahead: the distance of the first query from the first key where a causal mask cuts through,
-            else None.
-        start: the first key's position; of keys from several runs only that of the first.
+        rows, columns: start and length among the queries and among the keys.
+        ahead: the distance from the first key to the first query if a causal mask hides some of the
+            pairs, else None.
+        start: position of the first key; if the keys form several runs, of the first run.
     """
 
     rows: Run
@@ -135,9 +136,9 @@ class Meeting:
     start: int
 
 
-def _joined(meetings: Sequence[Meeting]) -> list[Meeting]:
-    """Returns fewer, larger meetings: neighbours with the same queries or keys, and no cut."""
-    joined: list[Meeting] = []
+def _joined(meetings: Sequence[BlockPair]) -> list[BlockPair]:
+    """Merges adjacent pairs with the same queries or the same keys, if no mask cuts them."""
+    joined: list[BlockPair] = []
     for new in meetings:
         for place, old in enumerate(joined):
             if old.ahead is not None or new.ahead is not None:
@@ -162,8 +163,8 @@ def ring_attention(
     Args:
         query: [..., heads, queries, width].
         key, value: this device's keys, [..., heads, keys, width].
-        mask: of this device's queries and all keys, broadcast; None for none.
-        how: what is computed.
+        mask: mask of this device's queries and all keys, broadcast; None for none.
+        how: options of attention.
         ring: the devices.
     """
     out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
@@ -185,7 +186,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         parts, mask = Result(query, key, value, how), settled(mask)
         for turn, keys, values in _blocks(key, value, ring, how.causal):
-            Turn(query, keys, values, mask, how, ring, turn).attend(parts)
+            RingStep(query, keys, values, mask, how, ring, turn).attend(parts)
         out, lse = parts.total()
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
@@ -202,7 +203,7 @@ class _RingAttention(torch.autograd.Function):
         sums = _KeySums(key, value, ring, how.causal)
         for turn, keys, values in _blocks(key, value, ring, how.causal):
             pair = GradientSum(keys), GradientSum(values)
-            part = Turn(query, keys, values, mask, how, ring, turn)
+            part = RingStep(query, keys, values, mask, how, ring, turn)
             part.differentiate((lse, gradients[0], out), (into, *pair), into_mask)
             sums.add(turn, pair)
         masks = None if into_mask is None else into_mask.to(mask.dtype)
@@ -212,15 +213,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One block of keys and values, as a device attends to it.
+class RingStep:
+    """One turn: a device's queries and one block of keys and values.
 
     Attributes:
         query, key, value: this device's queries, and the keys and values of one device.
-        mask: of this device's queries and all keys; None for none.
-        how: what is computed.
+        mask: mask of this device's queries and all keys; None for none.
+        how: options of attention.
         ring: the devices.
-        number: of the turn; the keys are those of the device so many places before.
+        number: number of the turn; the keys come from the device that many places before.
     """
 
     query: Tensor
@@ -232,7 +233,7 @@ class Turn:
     number: int
 
     def attend(self, result: Result) -> None:
-        """Adds attention over this block to that over others."""
+        """Merges attention over this block into that over other blocks."""
         for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
             how = _masked(self.how, ahead)
@@ -248,9 +249,9 @@ class Turn:
         """Adds the gradients from this block.
 
         Args:
-            after: of this device's queries, as in `partial_gradients`.
-            sums: of queries, and of this block's keys and values.
-            into_mask: the sum of the mask's gradient, if it has one.
+            after: lse, gradient and result of this device's queries, as in `partial_gradients`.
+            sums: the sums for the queries, and for this block's keys and values.
+            into_mask: the sum for the mask, if it has a gradient.
         """
         for meeting, cut in self._seen():
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
@@ -264,8 +265,8 @@ class Turn:
             if into_mask is not None and found.mask is not None:
                 _cut_of(into_mask, rows, (meeting.start, columns[1])).add_(found.mask)
 
-    def _seen(self) -> Iterator[tuple[Meeting, Tensor | None]]:
-        """Yields the meetings in which a query sees a key, and their part of the mask."""
+    def _seen(self) -> Iterator[tuple[BlockPair, Tensor | None]]:
+        """Yields the pairs of ranges that the mask does not hide, and their part of the mask."""
         for meeting in self.ring.meetings(self.number, self.how.causal):
             cut = _cut(self.mask, meeting.rows, (meeting.start, meeting.columns[1]))
             if cut is None or cut.dtype != torch.bool or bool(cut.any()):
@@ -282,7 +283,7 @@ def _blocks(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields (turn, keys, values) of all devices, this one's first, while the next are sent.
 
-    In turns in which this device sees no keys, they have no values that mean anything.
+    In turns without keys for this device, the contents of the tensors are undefined.
     """
     row, reach = packed(key, value, ring.longest()), ring.reach(causal)
     last = max(reach)
@@ -301,7 +302,7 @@ def _blocks(
 
 
 class _KeySums:
-    """The gradients of keys and values, which follow these one turn behind."""
+    """The gradients of keys and values, which follow the keys one turn behind."""
 
     def __init__(self, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> None:
         self._like, self._ring, self._reach = (key, value), ring, ring.reach(causal)
@@ -310,7 +311,7 @@ class _KeySums:
         self._arriving: Callable[[], dict[int, Tensor]] = dict
 
     def add(self, turn: int, pair: tuple[GradientSum, GradientSum]) -> None:
-        """Adds the gradients of a turn, and sends their sum on unless it is at home."""
+        """Adds the gradients of a turn, and sends the sum to the next device unless complete."""
         if turn == 0:
             self._own = [part.total() for part in pair]
             return
@@ -325,19 +326,19 @@ class _KeySums:
         self._turn, self._arriving = turn, ring.passed(row, partial(self._to, turn))
 
     def total(self) -> list[Tensor]:
-        """Returns those of this device's own keys and values."""
+        """Returns the gradients of this device's own keys and values."""
         self._arrived()
         return self._own
 
     def _to(self, turn: int, device: int) -> int | None:
-        """Returns to which device a device sends the gradients of a turn."""
+        """Returns the receiver of the gradients that a device sends after a turn."""
         source = self._ring.source(turn, device)
         if turn < self._reach[source]:
             return (device + 1) % self._ring.peers.size
         return source if turn == self._reach[source] else None
 
     def _arrived(self) -> Tensor | None:
-        """Adds what has come home; returns what goes on from here."""
+        """Adds the gradients that have returned; returns the row that this device must forward."""
         onwards = None
         for sender, row in self._arriving().items():
             if self._ring.source(self._turn, sender) != self._ring.peers.index:
@@ -372,7 +373,7 @@ def unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> l
 
 
 def _masked(how: Attention, ahead: int | None) -> Attention:
-    """Returns what is computed where a causal mask hides nothing, or cuts through."""
+    """Returns the options for a pair of ranges, causal only if the mask hides some of it."""
     return Attention(how.scale, ahead is not None, how.grouped)
 
 
@@ -385,7 +386,7 @@ def _cut(mask: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -
 
 
 def _cut_of(mask: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """Returns some rows and columns of a mask, which may be one for all."""
+    """Returns some rows and columns of a mask whose dimensions may be broadcast."""
     if mask.dim() > 1 and mask.shape[-2] > 1:
         mask = mask.narrow(-2, *rows)
     return mask.narrow(-1, *columns) if mask.shape[-1] > 1 else mask

@@ -1,7 +1,8 @@
-"""Layouts, calls and figures that all forms of attention with a split sequence share.
+"""Layouts, calls, sizes and costs that all forms of attention with a split sequence share.
 
-Queries, keys, values and results are split by positions over the same axes; the numbers of queries
-and keys may differ. Attention with dropout has no such form, as dropout draws numbers by position.
+Queries, keys, values and results are split by position over the same axes; the numbers of queries
+and keys may differ. Attention with dropout has no such form, because dropout draws random numbers
+by position.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from autopar.operators.device_work import Gemm, NodeWork, Work
 from autopar.operators.form import Kwargs, Layouts, Part, Types
 
 ATTENTION = "aten.scaled_dot_product_attention"
-SEEN = "seen"  # a keyword of the operator, for prices only: the share of keys that a mask leaves
+SEEN = "seen"  # keyword of attention for prices: the share of keys not masked
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths of one device's part of attention, and of the whole.
+    """Sizes of one device's part of attention, and of the whole.
 
     Attributes:
-        batch: all leading dimensions of the result but heads, and its heads.
-        rows, keys: a device's queries and keys.
-        every: all keys.
-        width, values: of a head of keys and of values.
+        batch: size of the leading dimensions of the result except for heads, and number of heads.
+        rows, keys: numbers of a device's queries and keys.
+        every: number of keys of all devices.
+        width, values: width of a head of keys, and of values.
         query, pair: bytes of a device's queries, and of its keys and values together.
         result: bytes of its result.
-        dtype: of all of them.
+        dtype: dtype of all tensors.
     """
 
     batch: int
@@ -48,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of(cls, part: Part) -> Sizes:
-        """Returns those of attention in layouts."""
+        """Returns the sizes of attention in given layouts."""
         query, key, value = (part.operand(at) for at in range(3))
         lead = max((t.shape[:-2] for t in (query, key, value)), key=math.prod)
         result = math.prod(lead) * query.shape[-2] * value.shape[-1] * DTYPE_BYTES[query.dtype]
@@ -60,12 +61,12 @@ class Sizes:
 
 
 def is_causal(node: Node) -> bool:
-    """Returns whether attention has a causal mask by name."""
+    """Returns whether attention has the keyword is_causal."""
     return argument(node, 5, "is_causal") is True
 
 
 def seen(node: Node) -> float:
-    """Returns the share of all keys that a mask leaves the average query, 1 if that is unknown."""
+    """Returns the mean share of keys that a mask leaves to a query; 1 if it is unknown."""
     share = node.keyword(SEEN, 1.0)
     return share if isinstance(share, float) else 1.0
 
@@ -80,7 +81,7 @@ def specified(mask: tuple[str, str] = ("s", "u!"), least: int = 1) -> Callable[[
 
     Args:
         mask: the factors of a mask's rows and columns.
-        least: the fewest positions that a part may have.
+        least: minimum number of positions of a part.
     """
 
     def spec(node: Node, types: Types) -> str:
@@ -108,13 +109,13 @@ def specified(mask: tuple[str, str] = ("s", "u!"), least: int = 1) -> Callable[[
 
 
 def split(part: Part) -> tuple[str, ...]:
-    """Returns the axes that split the sequence of queries and of keys; () if they do not."""
+    """Returns the axes that split the sequences of queries and of keys; () without such axes."""
     axes = part.axes(0, -2)
     return axes if axes == part.axes(1, -2) == part.axes(2, -2) else ()
 
 
 def written(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...], Kwargs]:
-    """Returns arguments and keywords: queries, keys, values, mask, and how, where it is split."""
+    """Returns arguments and keywords of the call: operands, mask, options and axes."""
     args: tuple[Arg, ...] = node.args[:3]
     mask = mask_of(node)
     args = (*args, mask) if isinstance(mask, Ref) else args
@@ -128,7 +129,7 @@ def written(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...
 
 
 def collective(kind: str, axes: tuple[str, ...], nbytes: float) -> Collective:
-    """Returns a call of the bytes of one device."""
+    """Returns a collective with the given bytes per device."""
     return Collective(kind, axes, round(nbytes))
 
 
@@ -138,9 +139,9 @@ def gradient_bytes(sizes: Sizes) -> float:
 
 
 def sends_for_heads(part: Part, axes: tuple[str, ...]) -> tuple[Collective, Collective]:
-    """Returns the exchange of queries, keys and values for heads along axes, and of the result.
+    """Returns the exchanges of sequences for heads along axes: of the operands, and of the result.
 
-    Heads of keys that several devices read are sent to each of them.
+    Key heads that several devices read are sent to each of them.
     """
     sizes, ways = Sizes.of(part), part.ways(axes)
     query, key = part.operand(0), part.operand(1)
@@ -150,7 +151,7 @@ def sends_for_heads(part: Part, axes: tuple[str, ...]) -> tuple[Collective, Coll
 
 
 def heads_received(part: Part, axes: tuple[str, ...]) -> float:
-    """Returns the work of the device with most heads, relative to equally many on each."""
+    """Returns the heads of the device with the most heads, relative to an even distribution."""
     heads, ways = part.operand(0).shape[-3], part.ways(axes)
     return -(-heads // ways) * ways / heads
 
@@ -160,9 +161,9 @@ def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> Node
 
     Args:
         part: the device's part.
-        share: of all keys that each query meets, on the device that all wait for.
+        share: share of all keys to which each query attends, on the slowest device.
         calls: number of kernels in each direction; each reads its queries and writes its results.
-        more: times as many queries, of all heads together.
+        more: factor on the number of queries of all heads together.
     """
     sizes = Sizes.of(part)
     keys = max(1, round(sizes.every * share / calls))
@@ -180,7 +181,7 @@ def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> Node
 
 
 def _merged(sizes: Sizes, name: str) -> Work:
-    """Returns the kernel that adds a part to a sum in float32, of results or of gradients."""
+    """Returns the kernel that merges a part of results or gradients into a float32 sum."""
     elements = sizes.result / DTYPE_BYTES[sizes.dtype]
     wide = max(DTYPE_BYTES[sizes.dtype], 4)
     return Work(
@@ -202,7 +203,7 @@ def scores_bytes(part: Part, rows: int, keys: int) -> float:
 
 
 def groups(count: int) -> list[range]:
-    """Returns the blocks that each call of a zigzag ring brings: two in the first and last."""
+    """Returns the blocks that each call of a zigzag ring delivers: two in the first and last."""
     if count <= 3:
         return [range(count)]
     middle = [range(at, at + 1) for at in range(2, count - 2)]

@@ -1,8 +1,8 @@
-"""Positions that each device of a group has, and exchanges from one such order to another.
+"""Orders of positions over the devices of a group, and exchanges from one order to another.
 
-In a contiguous order device i has the i-th part of the sequence. In a zigzag order of n devices it
-has the parts i and 2n - 1 - i of 2n, so that a causal mask leaves all devices equally much to do
-(Brandon et al., "Striped Attention", arXiv:2311.09431, have the idea with stripes).
+In a contiguous order, device i has the i-th part of the sequence. In a zigzag order of n devices,
+it has the parts i and 2n - 1 - i of 2n, so that a causal mask leaves equal work to all devices
+(Brandon et al., "Striped Attention", arXiv:2311.09431, balance the work with stripes).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.ir.tensor import part_of
 from autopar.operators.peer_devices import Peers
 
 Run = tuple[int, int]  # first position and length
-Order = list[tuple[Run, ...]]  # runs of each device, in the order in which it has them
+Order = list[tuple[Run, ...]]  # the runs of each device, in local order
 
 
 def contiguous(peers: Peers, extent: int) -> Order:
-    """Returns the order of a split dimension."""
+    """Returns the order of a split dimension, in which every device has one range."""
     return [(block,) for block in peers.blocks(extent)]
 
 
 def zigzag(peers: Peers, extent: int) -> Order:
-    """Returns the order in which each device has a part of the head and one of the tail."""
+    """Returns the order in which each device has a part of the first half and one of the second."""
     count = 2 * peers.size
     return [
         (part_of(extent, count, i), part_of(extent, count, count - 1 - i))
@@ -36,7 +36,7 @@ def zigzag(peers: Peers, extent: int) -> Order:
 
 
 def turned(order: Order, turns: Sequence[int]) -> Order:
-    """Returns the order in which each device has what those so many places before it have."""
+    """Returns the order in which each device has the runs of the devices `turns` places before."""
     return [
         tuple(run for turn in turns for run in order[(at - turn) % len(order)])
         for at in range(len(order))
@@ -50,12 +50,12 @@ def length(runs: Sequence[Run]) -> int:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor whose positions, its last dimension but one, change devices.
+    """A tensor whose positions, its last dimension but one, move to other devices.
 
     Attributes:
         tensor: this device's positions.
-        before, after: the orders of all devices.
-        take: takes the pieces that arrive, and where they belong, in place of `dealt`.
+        before, after: the orders of all devices before and after the exchange.
+        take: called with the pieces that arrive and their places; None to let `dealt` join them.
     """
 
     tensor: Tensor
@@ -65,13 +65,13 @@ class Parcel:
 
 
 def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]:
-    """Starts to send tensors into other orders, all in one call.
+    """Starts to move tensors into other orders, all in one call.
 
-    What is returned waits for the tensors of parcels that `take` no pieces themselves. Positions
-    that several devices send are summed.
+    Returns a function that waits for the messages and returns the tensors of the parcels without
+    `take`. Positions that several devices send are summed.
     """
     me, everyone = peers.index, range(peers.size)
-    # Where dtypes differ, bytes: the widest first, so that each begins at a multiple of its size.
+    # If dtypes differ, bytes are sent: the widest dtype first, so that every tensor is aligned.
     mixed = len({parcel.tensor.dtype for parcel in parcels}) > 1
     ranked = sorted(parcels, key=lambda parcel: -parcel.tensor.element_size())
     sent = [
@@ -122,7 +122,7 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
 
 
 def _sendable(x: Tensor, mixed: bool) -> Tensor:
-    """Returns a tensor, or where dtypes are mixed its bytes."""
+    """Returns a tensor, or its bytes if dtypes are mixed."""
     if not mixed:
         return x
     dense = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
@@ -135,12 +135,12 @@ def _row_size(x: Tensor) -> int:
 
 
 def _joined(pieces: list[tuple[Run, Tensor]], parcel: Parcel, me: int) -> Tensor:
-    """Returns the pieces of a tensor that have arrived, as one."""
+    """Returns the received pieces of a tensor as one tensor."""
     pieces = sorted(pieces, key=lambda piece: piece[0])
     every, at = length(parcel.after[me]), 0
     for (start, size), _ in pieces:
         at = at + size if start == at else every + 1
-    if pieces and at == every:  # one after the other
+    if pieces and at == every:  # the pieces are in order
         return pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], -2)
     x = parcel.tensor
     total = x.new_zeros((*x.shape[:-2], every, x.shape[-1]))
@@ -150,7 +150,7 @@ def _joined(pieces: list[tuple[Run, Tensor]], parcel: Parcel, me: int) -> Tensor
 
 
 def _shared(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Returns what two devices have in common: its place on each, and its length."""
+    """Returns the common runs of two devices: the start on each device, and the length."""
     shared: list[tuple[int, int, int]] = []
     at = 0
     for start, size in old:
@@ -165,7 +165,7 @@ def _shared(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[int, int, int]
 
 
 def _merged(shared: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Returns fewer, longer pieces: neighbours on both devices are one."""
+    """Merges runs that are adjacent on both devices."""
     merged: list[tuple[int, int, int]] = []
     for at, to, size in shared:
         if merged and (at, to) == (sum(merged[-1][::2]), sum(merged[-1][1:])):

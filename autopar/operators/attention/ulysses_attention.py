@@ -1,7 +1,7 @@
 """Attention of some heads over all positions, between two exchanges of sequences for heads.
 
-Queries, keys and values go in one call, the result in another. Between the two the sequence may be
-split further, over the devices of a ring (Fang & Zhao, "USP", arXiv:2405.07719, section 3).
+One call sends queries, keys and values, another the result. Between these calls the sequence may
+still be split over the devices of a ring (Fang & Zhao, "USP", arXiv:2405.07719, section 3).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def ulysses_attention(
 
     Args:
         tensors: queries, keys and values, [..., heads, positions, width]; their positions are split
-            over the devices of the ring, and within these over `peers`.
-        mask: of all heads, of the queries of `size` and of all keys, broadcast.
-        how: what is computed.
+            over the devices of the ring, and each of these parts over `peers`.
+        mask: mask of all heads, the queries of all `peers` and all keys, broadcast.
+        how: options of attention.
         peers: the devices that exchange sequences for heads.
-        ring: those between which the sequence stays split; None for none.
-        size: queries and keys of all `peers` together.
+        ring: the devices over which the sequence remains split; None for none.
+        size: number of queries and of keys of all `peers` together.
     """
     import torch.nn.functional as F
 
@@ -70,7 +70,7 @@ def ulysses_attention(
 
 
 def _of_each(x: Tensor, own: tuple[int, int], share: int, start: int) -> Tensor:
-    """Returns keys or values with a head for each of this device's heads of queries."""
+    """Returns keys or values with one head for each of this device's query heads."""
     if share == 1:
         return x
     return x[..., [head // share - start for head in range(own[0], sum(own))], :, :]
@@ -93,6 +93,6 @@ def _exchangeable(types: Types) -> bool:
 
 
 def enough_heads(part: Part, axes: tuple[str, ...]) -> bool:
-    """Returns whether each device along axes gets a head of the queries that its group has."""
+    """Returns whether there is a query head for every device along axes."""
     fewest = part.types[0].shape[-3] // part.ways(part.axes(0, -3))
     return fewest >= part.ways(axes) > 1

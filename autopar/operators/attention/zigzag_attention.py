@@ -1,9 +1,9 @@
-"""Ring attention in the zigzag order, of a sequence that is contiguous before and after.
+"""Ring attention in zigzag order, for a sequence that is contiguous before and after.
 
-The calls that bring queries into the order and results out of it also carry keys, values and their
-gradients: the first brings the first two blocks, and gradients go straight to the devices that have
-the keys. With three devices or more, there are no more calls than in a plain ring: max(2, n - 1)
-forwards and as many backwards. Two devices need one call in and one out.
+The calls that move queries into zigzag order and results back also carry keys, values and their
+gradients: the first call delivers the first two blocks, and gradients are sent directly to the
+devices of the keys. With three devices or more, there are no more calls than in a plain ring:
+max(2, n - 1) forwards and as many backwards. Two devices need one call before and one after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention
-from autopar.operators.attention.ring_attention import Ring, Turn
+from autopar.operators.attention.ring_attention import Ring, RingStep
 from autopar.operators.attention.sequence_forms import groups
 from autopar.operators.attention.sequences import (
     Order,
@@ -38,9 +38,9 @@ def zigzag_attention(
     Args:
         query: [..., heads, queries, width].
         key, value: this device's keys, [..., heads, keys, width].
-        how: what is computed.
+        how: options of attention.
         peers: the devices.
-        size: all queries and keys.
+        size: number of queries and of keys of all devices.
     """
     out: Tensor = _ZigzagAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, how, peers, size
@@ -71,7 +71,7 @@ class _ZigzagAttention(torch.autograd.Function):
         for at, turns in enumerate(steps):
             wait = _next(arrived[-2:], turns, steps[at + 1 :], ring)
             for turn, keys, values in zip(turns, arrived[::2], arrived[1::2], strict=True):
-                Turn(query, keys, values, None, how, ring, turn).attend(parts)
+                RingStep(query, keys, values, None, how, ring, turn).attend(parts)
             arrived = wait()
         out, lse = parts.total()
         result = out.to(query.dtype)
@@ -105,7 +105,7 @@ class _ZigzagAttention(torch.autograd.Function):
                 order = ring.met(turn)
                 seen = length(order[peers.index])
                 pair = GradientSum(keys[..., :seen, :]), GradientSum(values[..., :seen, :])
-                part = Turn(query, keys, values, None, ctx.how, ring, turn)
+                part = RingStep(query, keys, values, None, ctx.how, ring, turn)
                 part.differentiate((lse, given, out), (into, *pair))
                 ready += [
                     Parcel(x.total(), order, columns, into_own.add)
@@ -125,9 +125,9 @@ def _next(
     ring: Ring,
     more: Sequence[Parcel] = (),
 ) -> Callable[[], list[Tensor]]:
-    """Starts to send the last of this call's blocks on, with what else is ready.
+    """Starts to forward the last block of this call, together with other messages that are ready.
 
-    What is returned waits for the keys and values of the next call's turns.
+    Returns a function that waits for the keys and values of the next call's turns.
     """
     if not later:
         return dealt(more, ring.peers) if more else list
@@ -137,12 +137,12 @@ def _next(
 
 
 def _read(ring: Ring, turn: int, steps: Sequence[range]) -> Order:
-    """Returns the keys of a turn: those that devices see, or all that they keep or send on."""
+    """Returns the keys of a turn: those that are attended to, or all if they are forwarded."""
     every = turn == 0 or any(turn == turns[-1] for turns in steps[:-1])
     return turned(ring.keys, [turn]) if every else ring.met(turn)
 
 
 def _home(x: Tensor, count: int) -> GradientSum:
-    """Returns the sum of the gradients of this device's own keys or values, so many."""
+    """Returns an empty sum for the gradients of this device's `count` keys or values."""
     shape = (*x.shape[:-2], count, x.shape[-1])
     return GradientSum(x, x.new_empty(shape, dtype=widened(x).dtype))

@@ -1,4 +1,4 @@
-"""Forms of operators, discovered by folder: a file's `FORM`, or `FORMS` of several operators."""
+"""Forms of operators, one file each: it defines `FORM`, or `FORMS` for several operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import PlanError, RuleError
 from autopar.operators.form import Form
 
-PLAIN = "plain"  # how pins name an operator that runs without a form
+PLAIN = "plain"  # the name in pins of an operator without a form
 
 
 @functools.cache
@@ -19,7 +19,7 @@ def forms() -> Mapping[tuple[str, str], Form]:
     """Returns all forms by operator and name.
 
     Raises:
-        RuleError: two forms of an operator have one name, or two have one method.
+        RuleError: two forms of an operator have the same name, or two forms the same method.
     """
     found: dict[tuple[str, str], Form] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
@@ -44,7 +44,7 @@ def form_named(op: str, name: str) -> Form:
     """Returns a form of an operator.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: the operator has no form of that name.
     """
     if (op, name) not in forms():
         known = ", ".join(form.name for form in forms_of(op))
@@ -55,5 +55,5 @@ def form_named(op: str, name: str) -> Form:
 
 
 def method(name: str) -> Callable[..., Any] | None:
-    """Returns what runs a form, by the name of its method; None for other names."""
+    """Returns the function that runs a form, by the name of its method; None for other names."""
     return next((form.run for form in forms().values() if form.method == name), None)

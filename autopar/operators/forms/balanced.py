@@ -1,7 +1,7 @@
-"""Attention under a mask of documents or windows, balanced by the keys that queries see.
+"""Attention under a mask of documents or windows, balanced by pairs of queries and keys.
 
-A block of queries reads the keys between the first and the last that one of them sees. Prices take
-what is known of the mask before training, such as a window, and the lengths of documents if given.
+A block of queries reads the range of keys to which its queries attend. Prices use what is known
+about the mask before training, such as a window, and the lengths of documents if they are given.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _run(
     size: tuple[int, int],
     **how: Any,
 ) -> Tensor:
-    """Attention whose sequence is split, each device with equally much to see."""
+    """Attention whose sequence is split, with equal work on each device."""
     from autopar.operators.attention.balanced_attention import balanced_attention
     from autopar.operators.attention.partial_attention import Attention
 
@@ -58,7 +58,7 @@ def _run(
 
 
 def _fits(part: Part) -> bool:
-    """Returns whether the sequence is split and a bool mask has all its queries and keys."""
+    """Returns whether the sequence is split and a bool mask covers all queries and keys."""
     if not isinstance(mask_of(part.node), Ref) or not split(part):
         return False
     rows, keys = part.types[0].shape[-2], part.types[1].shape[-2]
@@ -77,7 +77,7 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of a device's blocks, which see a block more than each of their queries."""
+    """Returns the work of a device's blocks, each of which reads one block more than a query."""
     count, keys, lengths = part.ways(split(part)), Sizes.of(part).every, lengths_of(part.node)
     share = min(1.0, seen(part.node) + 1.0 / (BLOCKS * count))
     if lengths.sample:
@@ -87,7 +87,7 @@ def _work(part: Part) -> NodeWork:
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of all keys and values, of their gradients, and of dealt queries."""
+    """Returns the bytes of all keys and values, of their gradients, and of exchanged queries."""
     sizes, count = Sizes.of(part), part.ways(split(part))
     scores = scores_bytes(part, sizes.rows, sizes.every)
     whole = 2.0 * count * sizes.pair + sizes.query + sizes.result

@@ -1,7 +1,7 @@
-"""Tokens of a mixture travel to their experts in one hop, over all axes that split both.
+"""Sends tokens of a mixture to their experts in one hop, over all axes that split both.
 
-There are fewer calls than with a hop for each axis, but a token crosses the outer axes once for
-each device there, not once for each node.
+This needs fewer calls than a hop for each axis, but a token crosses the outer axes once for each
+receiving device, not once for each receiving node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _run(mesh: Any, *operands: Any, **how: Any) -> Tensor:
-    """A mixture whose tokens take one hop."""
+    """Computes a mixture whose tokens take one hop."""
     result: Tensor = mesh.mixture(*operands, **how)
     return result
 

@@ -1,6 +1,6 @@
-"""Attention whose keys and values every device gathers in one call, and again in the backward.
+"""Attention for which every device gathers all keys and values in one call, and again backwards.
 
-A device keeps its own keys only; their gradients are summed and scattered in one call.
+A device saves only its own keys and values. One reduce_scatter sums and scatters their gradients.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of the last device, which under a causal mask has nearly all keys."""
+    """Returns the work of the last device, which attends to nearly all keys if causal."""
     count = part.ways(split(part))
     return kernels(part, (count - 0.5) / count if is_causal(part.node) else 1.0)
 
@@ -66,7 +66,7 @@ def _scratch(part: Part) -> tuple[float, float]:
     """Returns the bytes of all keys and values, and of their gradients."""
     sizes, count = Sizes.of(part), part.ways(split(part))
     scores = scores_bytes(part, sizes.rows, sizes.every)
-    copies = 1.0 if sizes.every % count == 0 else 2.0  # equal parts stay as they arrive
+    copies = 1.0 if sizes.every % count == 0 else 2.0  # equal parts are not copied
     whole = (copies * count + 1) * sizes.pair
     return whole + scores, whole + 2.0 * count * gradient_bytes(sizes) + 2 * scores
 

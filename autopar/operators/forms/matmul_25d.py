@@ -1,7 +1,8 @@
 """Products on layers of square grids, each of which multiplies a part of the contracted elements.
 
 Solomonik & Demmel, "Communication-Optimal Parallel 2.5D Matrix Multiplication and LU Factorization
-Algorithms" (Euro-Par 2011): more layers send fewer bytes inside each; their products are summed.
+Algorithms" (Euro-Par 2011): with more layers, each layer sends fewer bytes; the products of the
+layers are summed.
 """
 
 from __future__ import annotations

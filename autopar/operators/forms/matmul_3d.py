@@ -1,9 +1,9 @@
-"""Products on a cube of devices: along each axis one of the three matrices travels.
+"""Products on a cube of devices: each of the three matrices is communicated along one axis.
 
 Agarwal et al., "A three-dimensional approach to parallel matrix multiplication" (IBM J. Res. Dev.
 39, 1995); Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks"
-(arXiv:2105.14450). Inputs and weights are gathered, in panels; the results are summed along the
-third axis, by a reduce_scatter where they are read split.
+(arXiv:2105.14450). Inputs and weights are gathered in panels. The results are summed along the
+third axis, by a reduce_scatter if the next operator reads them split.
 """
 
 from __future__ import annotations

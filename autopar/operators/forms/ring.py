@@ -1,4 +1,4 @@
-"""Ring attention: blocks of keys and values are sent on while the device computes on one."""
+"""Ring attention: a device forwards blocks of keys and values while it computes on one."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of the device that the others wait for.
+    """Returns the work of the slowest device.
 
-    Under a causal mask some device has a whole block in every turn but the first, in which all have
-    half a one, though all blocks together are only half of the square. Under a mask of documents a
-    turn in which no query of a device sees a key of the block takes no time.
+    Under a causal mask, all devices have half a block in the first turn, and in every further turn
+    some device has a whole block, although all blocks together are half of the square. Under a mask
+    of documents, a turn takes no time if no query of a device attends to a key of the block.
     """
     count, lengths = _turns(part), lengths_of(part.node)
     if lengths.sample:
@@ -75,7 +75,7 @@ def _work(part: Part) -> NodeWork:
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of two blocks, and of their gradients beside those of the device's own."""
+    """Returns the bytes of two blocks, and backwards of their and of the device's own gradients."""
     sizes = Sizes.of(part)
     scores = scores_bytes(part, sizes.rows, sizes.keys)
     blocks = 2.0 * sizes.pair

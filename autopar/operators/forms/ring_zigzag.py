@@ -1,7 +1,7 @@
 """Ring attention under a causal mask, balanced: each device has a part of the head and of the tail.
 
-The sequence stays contiguous outside: one call deals queries, keys and values into the zigzag
-order, another the result back. So position-dependent values beside attention need no care.
+Outside attention the sequence remains contiguous: one call moves queries, keys and values into the
+zigzag order, another moves the result back. Operators that depend on positions are not affected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _run(
     size: tuple[int, int],
     **how: Any,
 ) -> Tensor:
-    """Causal attention whose sequence is split, each device with equally much to compute."""
+    """Computes causal attention whose sequence is split, with equal work on each device."""
     from autopar.operators.attention.partial_attention import Attention
     from autopar.operators.attention.zigzag_attention import zigzag_attention
 
@@ -57,7 +57,7 @@ def _turns(part: Part) -> int:
 
 
 def _sends(part: Part) -> Calls:
-    """Returns the calls into the order and out of it, which carry blocks too, and those between."""
+    """Returns the calls into the order and out of it, which also carry blocks, and the hops."""
     axes, sizes = split(part), Sizes.of(part)
     owed = gradient_bytes(sizes)
     first, *later = (len(turns) for turns in groups(part.ways(axes)))
@@ -80,7 +80,7 @@ def _work(part: Part) -> NodeWork:
 
 
 def _scratch(part: Part) -> tuple[float, float]:
-    """Returns the bytes of queries and results in the other order, and of up to four blocks."""
+    """Returns the bytes of queries and results in zigzag order, and of up to four blocks."""
     sizes, most = Sizes.of(part), max(map(len, groups(part.ways(split(part)))))
     dealt = sizes.query + sizes.result
     scores = scores_bytes(part, -(-sizes.rows // 2), -(-sizes.keys // 2))

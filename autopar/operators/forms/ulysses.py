@@ -1,4 +1,4 @@
-"""Ulysses: sequences are exchanged for heads before attention, and back behind it."""
+"""Ulysses: sequences are exchanged for heads before attention, and back after it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns attention of the heads of the device with most of them, over all positions."""
+    """Returns attention of the device with the most heads, over all positions."""
     axes = split(part)
     return kernels(part, 0.5 if is_causal(part.node) else 1.0, more=heads_received(part, axes))
 

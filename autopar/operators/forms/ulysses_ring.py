@@ -1,7 +1,7 @@
-"""Ulysses within a ring, on several axes: heads along the innermost one, a ring along the others.
+"""Ulysses inside a ring, on several axes: heads along the innermost axis, a ring along the others.
 
-The fast links of the inner axis carry the exchange of sequences for heads, the outer ones the hops
-of the ring (Fang & Zhao, "USP", arXiv:2405.07719).
+The exchange of sequences for heads uses the fast links of the inner axis, and the hops of the ring
+use the links of the outer axes (Fang & Zhao, "USP", arXiv:2405.07719).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _turns(part: Part) -> int:
 
 
 def _sends(part: Part) -> Calls:
-    """Returns the exchanges around the ring, whose hops carry the exchanged keys and values."""
+    """Returns the exchanges before and after the ring, and the ring's hops of exchanged blocks."""
     (*outer, inner), sizes = split(part), Sizes.of(part)
     into, out = sends_for_heads(part, (inner,))
     received = (into.nbytes - sizes.query) / max(sizes.pair, 1)

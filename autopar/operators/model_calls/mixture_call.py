@@ -24,30 +24,31 @@ def mixture(
     activation: str = "silu",
     biases: Biases = (None, None, None),
 ) -> Tensor:
-    """Returns each token's weighted sum of what its experts compute; for use inside a forward.
+    """Returns the weighted sum of each token's expert results; for use inside a model's forward.
 
-    Expert e computes `down[e] @ (act(gate[e] @ x) * (up[e] @ x))`, without gates
-    `down[e] @ act(up[e] @ x)`. Outside autopar it computes just this, each expert on its own rows,
-    and autograd differentiates it. A captured model has it in the graph as one operator, whose
-    tokens, experts and inner features can be split, and whose rows can travel to their experts.
+    Expert e computes `down[e] @ (act(gate[e] @ x) * (up[e] @ x))`, or `down[e] @ act(up[e] @ x)`
+    without a gate. Outside autopar, this function computes the same, each expert on its own rows,
+    and autograd differentiates it. In the graph of a captured model it is one operator. Its tokens,
+    experts and inner features can be split, and its rows can be sent to their experts.
 
     Args:
         x: tokens, [..., width].
-        ids: the experts of every token, integers [..., k] from 0 up to the number of experts.
-        weights: their weights, [..., k]; the router's gradient flows through them.
+        ids: expert numbers of every token, integers [..., k] from 0 up to the number of experts.
+        weights: routing weights, [..., k]; the router's gradient flows through them.
         up: [experts, inner, width].
         down: [experts, width, inner].
         gate: like `up`; None for experts without gates.
         activation: "silu", "relu", "gelu" or "gelu_tanh", or a function of `gate` and `up` as text,
             such as "mul(sigmoid(gate), clamp(up, -7.0, 7.0))" (see operators/activation.py).
-        biases: of the products with gate and up, [experts, inner], and down, [experts, width].
+        biases: biases of the products with gate and up, [experts, inner], and down, [experts,
+            width].
 
     Returns:
         A tensor like `x`.
 
     Raises:
-        CaptureError: shapes do not fit one another.
-        GraphError: the activation cannot be read.
+        CaptureError: shapes do not match.
+        GraphError: the activation cannot be parsed.
     """
     _check(x, ids, weights, up, down, gate, biases)
     activate(activation, None if gate is None else up.new_zeros(1), up.new_zeros(1))
@@ -85,7 +86,7 @@ def _check(
         )
 
 
-# Stands for the mixture in a trace; a graph runs `mixture.py`, which is differentiable.
+# Represents the mixture in a trace; a graph runs `mixture.py`, which is differentiable.
 torch.library.define(
     "autopar::mixture",
     "(Tensor? gate, Tensor up, Tensor down, Tensor x, Tensor ids, Tensor weights, str act, "

@@ -1,4 +1,4 @@
-"""Matrix products on grids of devices, of which each has a block of every matrix."""
+"""Matrix products on grids of devices, each of which has a block of every matrix."""
 
 from __future__ import annotations
 

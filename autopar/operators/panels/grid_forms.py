@@ -3,9 +3,9 @@
     x [rows @ down, contracted @ depth across], w [contracted @ depth down, columns @ across]
     -> [rows @ down, columns @ across] +sum(depth)
 
-Along the axes `across` and `down` blocks are gathered in panels (`product.py`). Along `depth` every
-layer of devices multiplies a part of the contracted elements, and the product is a partial sum;
-where it is read split, that is a reduce_scatter, an ordinary change of layout.
+Along the axes `across` and `down`, blocks are gathered in panels (`product.py`). Along `depth`,
+every layer of devices multiplies a part of the contracted elements, and the product is a partial
+sum. If it is read split, a reduce_scatter follows, as an ordinary change of layout.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ PRODUCTS = {
     "aten.mm": ("f64[6, 12], f64[12, 5]",),
     "aten.bmm": ("f64[3, 4, 12], f64[3, 12, 4]",),
 }
-# x is split with w's contracted rows, w with x's contracted columns, and both with each other.
+# Pairs that one axis may split: a factor of one operand and the contracted factor of the other, or
+# the contracted factors of both.
 _TOGETHER = "k n, l ..., l m, k l"
 
 
 @dataclass(frozen=True)
-class Sides:
+class GridAxes:
     """The mesh axes of a grid, outermost first."""
 
     across: tuple[str, ...]
@@ -48,31 +49,31 @@ class Sides:
     depth: tuple[str, ...]
 
 
-def sides(op: str, operands: Layouts, ways: Callable[[str], int]) -> Sides | None:
-    """Returns the axes of the grid that layouts describe, None if they describe none.
+def sides(op: str, operands: Layouts, ways: Callable[[str], int]) -> GridAxes | None:
+    """Returns the axes of the grid that layouts describe; None if they describe no grid.
 
     Args:
         op: the operator.
         operands: layouts of x and w.
-        ways: the number of devices along an axis.
+        ways: returns the number of devices along an axis.
     """
     x, w = operands[:2]
     contracted, columns = (w.dims[-1], w.dims[0]) if op == LINEAR else w.dims[-2:]
     rows = {axis for dim in x.dims[:-1] for axis in dim}
     across = tuple(axis for axis in x.dims[-1] if axis in columns)
     down = tuple(axis for axis in contracted if axis in rows)
-    # Both sides cut the contracted elements alike, and the layers lie at the same place in them.
+    # Both operands must have the same parts of the contracted elements, and the same depth axes.
     cuts = [
         [(ways(axis), axis if axis not in own else "") for axis in dims]
         for dims, own in ((x.dims[-1], across), (contracted, down))
     ]
     if not across or cuts[0] != cuts[1]:
         return None
-    return Sides(across, down, tuple(axis for _, axis in cuts[0] if axis))
+    return GridAxes(across, down, tuple(axis for _, axis in cuts[0] if axis))
 
 
-def sides_of(part: Part) -> Sides | None:
-    """Returns the axes of the grid of a product in layouts, None if there is none."""
+def sides_of(part: Part) -> GridAxes | None:
+    """Returns the axes of the grid of a product in given layouts; None if there is no grid."""
     found = sides(part.node.op, part.operands, part.mesh.axis_size)
     if found is None or part.types[0].shape[-1] % part.ways(part.axes(0, -1)):
         return None
@@ -85,8 +86,8 @@ def grid_forms(
     """Returns a form for each of `PRODUCTS`.
 
     Args:
-        name: its name.
-        fits: whether it applies to a grid with so many devices along a side and in depth.
+        name: name of the form.
+        fits: returns whether it applies, given the numbers of devices along a side and in depth.
         needs: as in `Form`.
         mesh: as in `Form`.
     """
@@ -120,9 +121,9 @@ def _grid_form(name: str, op: str, fits: Callable[[int, int], bool], needs: str,
 
 
 def _spec(node: Node, types: Types) -> str:
-    """Matrices only: x @ w with any leading dimensions of x, and those of both if they are equal.
+    """Returns the factor string of x @ w, where w is a matrix or has the leading dimensions of x.
 
-    A bias is whole along `down`, and a summand of a partial sum along `depth`.
+    A bias is replicated along `down`, and a summand of a partial sum along `depth`.
     """
     x, w, *bias = types
     if len(x.shape) < 2 or len(w.shape) < 2 or 1 in (*x.shape[-1:], *w.shape[-2:]):
@@ -141,13 +142,13 @@ def _spec(node: Node, types: Types) -> str:
 def _linear(
     mesh: Devices, x: Tensor, weight: Tensor, bias: Tensor | None = None, **axes: Any
 ) -> Tensor:
-    """A linear whose blocks of x and of the weight are gathered in panels."""
+    """Computes a linear whose blocks of x and of the weight are gathered in panels."""
     result = _matmul(mesh, x, weight.mT, **axes)
     return result if bias is None else result + bias
 
 
 def _matmul(mesh: Devices, x: Tensor, w: Tensor, *, across: Axes, down: Axes) -> Tensor:
-    """A product whose blocks of both operands are gathered in panels."""
+    """Computes a product whose blocks of both operands are gathered in panels."""
     from autopar.operators.panels.product import Grid, product
 
     return product(x, w, Grid(mesh.group(across), mesh.group(down)))
@@ -169,9 +170,9 @@ class _Blocks:
 
     Attributes:
         batch: number of pairs of matrices.
-        rows, contracted, columns: lengths of these.
-        side: devices along a side of the grid.
-        dtype: of the elements.
+        rows, contracted, columns: lengths of these dimensions.
+        side: number of devices along a side of the grid.
+        dtype: dtype of the elements.
     """
 
     batch: int
@@ -193,7 +194,7 @@ class _Blocks:
 
     @property
     def slices(self) -> list[int]:
-        """The contracted elements of a block that travel in each turn."""
+        """Numbers of contracted elements of a block that are sent in each turn."""
         count = turns(self.side, self.contracted)
         return [part_of(self.contracted, count, turn)[1] for turn in range(count)]
 
@@ -206,7 +207,7 @@ class _Blocks:
 def _sends(part: Part) -> Calls:
     """Returns the panels of every turn; backwards also those of both gradients.
 
-    Those that nothing overlaps with come first: the first panels, and the last gradients.
+    Collectives that overlap with nothing come first: the first panels, and the last gradients.
     """
     found, blocks = sides_of(part), _Blocks.of(part)
     assert found is not None
@@ -233,7 +234,7 @@ def _turns(part: Part) -> int:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns one product a turn, added to a sum of at least float32; backwards two."""
+    """Returns one product per turn, added to a sum in at least float32; two backwards."""
     blocks, forward, backward = _Blocks.of(part), list[Work](), list[Work]()
     dtype, out = blocks.dtype, blocks.batch * blocks.rows * blocks.columns
     size, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], 4)
@@ -259,7 +260,7 @@ def _work(part: Part) -> NodeWork:
 def _scratch(part: Part) -> tuple[float, float]:
     """Returns the bytes of two pairs of panels as they are sent, arrive and are joined.
 
-    Forwards a sum in at least float32 is beside them, and backwards the panels of gradients.
+    Forwards, a sum in at least float32 is added; backwards, the panels of gradients.
     """
     blocks = _Blocks.of(part)
     pair = float(sum(blocks.panels(max(blocks.slices))))

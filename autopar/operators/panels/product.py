@@ -1,10 +1,11 @@
 """A matrix product whose operands and result are all split over a square grid of devices.
 
-A device has a block of x, rows by contracted columns, of w and of the product. In every turn the
-devices of a row of the grid gather a panel of x from slices of their blocks, those of a column a
-panel of w, and each device multiplies the two: SUMMA (van de Geijn & Watts, 1997), with panels of a
-slice of every block in the place of one block's. The panels of the next turn travel meanwhile. The
-backward gathers them again, so that only blocks are kept, and scatters the sums of the gradients.
+A device has a block of x, rows by contracted columns, of w and of the product. In every turn, the
+devices of a row of the grid gather a panel of x from slices of their blocks, the devices of a
+column gather a panel of w, and each device multiplies the two panels. This is SUMMA (van de Geijn &
+Watts, 1997), except that a panel consists of a slice of every block instead of slices of one block.
+The panels of the next turn are gathered meanwhile. The backward gathers the panels again, so that
+only blocks are saved, and scatters the sums of the gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Grid:
     down: Peers
 
     def turns(self, contracted: int) -> int:
-        """Returns the number of turns for blocks with so many contracted elements."""
+        """Returns the number of turns for blocks with `contracted` contracted elements."""
         return turns(self.across.size, contracted)
 
 
@@ -68,7 +69,7 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, w), grid, gradient = ctx.saved_tensors, ctx.grid, gradients[0]
-        into_x, into_w = _Arriving(-1), _Arriving(-2)
+        into_x, into_w = _PendingSlices(-1), _PendingSlices(-2)
         for columns, rows in _panels(x, w, grid, ctx.needs_input_grad):
             if rows is not None:
                 into_x.add(_scattered(gradient @ rows.mT, -1, grid.across))
@@ -77,21 +78,21 @@ class _Product(torch.autograd.Function):
         return into_x.whole(), into_w.whole(), None
 
 
-class _Arriving:
-    """Slices of a gradient; each travels while the next one is computed."""
+class _PendingSlices:
+    """Slices of a gradient; each is sent while the next one is computed."""
 
     def __init__(self, dim: int) -> None:
         self.dim, self.done = dim, list[Tensor]()
         self.waiting: Waiting | None = None
 
     def add(self, waiting: Waiting | None) -> None:
-        """Waits for the slice before, and keeps what waits for this one."""
+        """Waits for the previous slice, and keeps the function that waits for this one."""
         if self.waiting is not None:
             self.done.append(self.waiting())
         self.waiting = waiting
 
     def whole(self) -> Tensor | None:
-        """Returns all slices as one tensor, None if there were none."""
+        """Returns all slices as one tensor; None if there are no slices."""
         self.add(None)
         return torch.cat(self.done, self.dim) if self.done else None
 
@@ -99,12 +100,12 @@ class _Arriving:
 def _panels(
     x: Tensor, w: Tensor, grid: Grid, gradients: tuple[bool, ...] = (True, True)
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields the panels of x and w of every turn; the next turn's are on their way.
+    """Yields the panels of x and w of every turn, while the next turn's panels are sent.
 
     Args:
         x, w, grid: as for `product`.
-        gradients: whether x and w need gradients; the panel that only the other one's gradient
-            needs is None.
+        gradients: whether x and w need gradients. A panel is None if only the gradient of the other
+            operand, which is not needed, would use it.
     """
     contracted = x.shape[-1]
     count = grid.turns(contracted)
@@ -124,14 +125,14 @@ def _panels(
 
 
 def _outer(columns: Tensor, gradient: Tensor, dims: int) -> Tensor:
-    """Returns the gradient of a panel of w with so many dimensions."""
+    """Returns the gradient of a panel of w, with `dims` dimensions."""
     if dims == 2:
         columns, gradient = columns.flatten(0, -2), gradient.flatten(0, -2)
     return columns.mT @ gradient
 
 
 def _gathered(x: Tensor, dim: int, peers: Peers) -> Waiting:
-    """Starts to send x to all devices; what is returned joins theirs along a dimension."""
+    """Starts to send x to all devices; returns a function that concatenates what arrives."""
     wait = peers.deal([[x]] * peers.size, [x.numel()] * peers.size)
 
     def arrive() -> Tensor:
@@ -142,7 +143,7 @@ def _gathered(x: Tensor, dim: int, peers: Peers) -> Waiting:
 
 
 def _scattered(x: Tensor, dim: int, peers: Peers) -> Waiting:
-    """Starts to send each device its part of x; what is returned sums what they sent."""
+    """Starts to send each device its part of x; returns a function that sums the received parts."""
     parts = x.chunk(peers.size, dim)
     shape, dtype = parts[0].shape, x.dtype
     wait = peers.deal([[part] for part in parts], [parts[0].numel()] * peers.size)

@@ -33,7 +33,7 @@ class _Batch:
         x: the tokens, [tokens, width].
         table: their scores, [tokens, experts].
         ids: the experts that they chose.
-        slots: how many each chose.
+        slots: number of experts that each token chose.
         gate, up: weights [experts, width, inner]; `up` holds both, gates first, if `gate` is "".
         down: [experts, inner, width].
         gated: whether there are gates.

@@ -26,8 +26,8 @@ class Ids:
     Attributes:
         source: the value that holds them.
         dims: names of the dimensions of the value that was asked for.
-        experts: how many experts there are.
-        pairs: whether every choice of a token stands for a token of its own.
+        experts: number of experts.
+        pairs: whether every choice of a token is treated as a separate token.
     """
 
     source: str
@@ -99,7 +99,7 @@ class ChosenElements:
 
     @cached_property
     def _first(self) -> dict[object, str]:
-        """The first node of those that compute the same."""
+        """The first of several nodes that compute the same value."""
         nodes: dict[object, str] = {}
         for node in self.graph.nodes:
             if node.op in ("aten.select.int", "aten.slice.Tensor"):
@@ -245,7 +245,7 @@ def _taken(of: ChosenElements, node: Node) -> Support | None:
 
 
 def _reduced(of: ChosenElements, node: Node) -> Support | None:
-    """Over slots, of which at most one is nonzero."""
+    """Returns the meaning of a sum over slots, of which at most one is nonzero."""
     found, dims = of.at(node.args[0]), argument(node, 1, "dim")
     if found is None or not isinstance(dims, (int, tuple)):
         return None

@@ -43,8 +43,8 @@ class Addend:
     Attributes:
         expert: the expert.
         x: all tokens.
-        masks: where the part is not zero, or replaces what was there.
-        scales: by which its rows are multiplied.
+        masks: masks of the rows in which the part is not zero, or replaces the sum so far.
+        scales: factors of its rows.
         sets: whether it replaces what was there.
     """
 
@@ -69,7 +69,7 @@ def bare(name: str, graph: Graph) -> str:
 
 
 def read_sum(name: str, graph: Graph) -> Sum:
-    """Returns what a value adds up; a sum that is read elsewhere, too, is one of its parts."""
+    """Returns the parts that a value adds up; a sum with other readers is one part."""
     reader = _SumReader(graph)
     reader.read(name)
     return Sum(tuple(reader.addends[::-1]), tuple(reader.others))
@@ -77,7 +77,7 @@ def read_sum(name: str, graph: Graph) -> Sum:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a sum: a value, masks of it, and whether it replaces what was there."""
+    """A part of a sum: a value, its masks, and whether it replaces the sum so far."""
 
     name: str
     masks: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class _Part:
 
 
 class _SumReader:
-    """Takes a sum apart.
+    """Decomposes a sum into its parts.
 
     Attributes:
         inside: values that only the sum reads.
@@ -124,7 +124,7 @@ class _SumReader:
         return self.results.isdisjoint(path) and all(user in known for user in users)
 
     def _parts(self, node: Node) -> list[_Part] | None:
-        """Returns what a node adds up, None if it adds nothing."""
+        """Returns the parts that a node adds up; None if it is no sum."""
         if node.op == "aten.add.Tensor" and not node.kwargs:
             return [_Part(ref.name) for ref in _pair(node)] or None
         if node.op != "aten.where.self":
@@ -146,7 +146,7 @@ class _SumReader:
 
 
 def _path(name: str, graph: Graph) -> list[str]:
-    """Returns a value and those of which it is a view with the same elements in the same order."""
+    """Returns a value and the values of which it is a view with the same order of elements."""
     path = [name]
     while graph[path[-1]].op in ("aten.reshape", "aten.unsqueeze"):
         path.append(graph[path[-1]].inputs[0])
@@ -168,7 +168,7 @@ def masked(name: str, graph: Graph) -> tuple[str, str] | None:
 
 
 def _addend(node: Node, part: _Part, graph: Graph) -> Addend | None:
-    """Returns the expert of a part of a sum, with what it is multiplied by."""
+    """Returns the expert of a part of a sum, with its factors."""
     scales: list[str] = []
     masks = part.masks
     while node.op != LINEAR:
@@ -228,7 +228,7 @@ def text_of(node: Node, leaf: Callable[[Node], str], graph: Graph, depth: int = 
         node: the last value.
         leaf: returns "@0" for the first product, "@1" for the second, "" for other values.
         graph: the graph.
-        depth: how many values have been read.
+        depth: number of values read so far.
     """
     if found := leaf(node):
         return found

@@ -5,8 +5,8 @@
         out[token] += weights[token, slot, None] * expert(x[token])
 
 A trace has every expert on all tokens, and masks or weights that are zero for tokens that did not
-choose it. Where all experts compute the same of the same tokens, and the masks say that each is
-added for the tokens that chose it, their weights in one tensor are those of `autopar.mixture`.
+choose it. If all experts compute the same function of the same tokens, and the masks select the
+tokens that chose each expert, the loop becomes one `autopar.mixture` of their stacked weights.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _slots(ids: Ids, graph: Graph) -> int:
 def _support(addend: Addend, chosen: ChosenElements) -> Support | None:
     """Returns for which tokens a part of a sum is not zero."""
     tokens = math.prod(chosen.graph[addend.x].type.shape[:-1])
-    # What replaces others does so for all tokens of its mask.
+    # A part that replaces others does so for all tokens of its mask.
     for name in addend.masks[:1] if addend.sets else (*addend.masks, *addend.scales):
         found = chosen.of(name)
         here = found is not None and not {SLOT, EXPERT} & set(found.dims)
@@ -151,7 +151,7 @@ def _support(addend: Addend, chosen: ChosenElements) -> Support | None:
 
 
 def _shapes(addend: Addend, graph: Graph) -> tuple[object, ...] | None:
-    """Returns what the weights of an expert have in common with those of others."""
+    """Returns the properties in which the weights of all experts of a mixture must agree."""
     expert = addend.expert
     names = [name for name in (expert.gate, expert.up, expert.down) if name]
     kinds: list[object] = []

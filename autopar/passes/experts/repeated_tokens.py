@@ -52,7 +52,7 @@ def _operands(node: Node, graph: Graph) -> tuple[Node, str, str, str] | None:
 
 
 def _repeated(rows: str, times: int, graph: Graph) -> str:
-    """Returns the value of which every row follows itself so many times, "" if there is none."""
+    """Returns the value whose rows `rows` repeats `times` times each; "" if there is none."""
     node = graph[bare(rows, graph)]
     if node.op == "aten.repeat_interleave.self_int" and node.args[1:] == (times, 0):
         return node.inputs[0] if len(graph[node.inputs[0]].type.shape) == 2 else ""

@@ -83,7 +83,7 @@ def _contracted(node: Node, chosen: ChosenElements) -> _Stack | None:
 
 
 def _stacked(node: Node) -> tuple[tuple[str, ...], int] | None:
-    """Returns the values of a stack, and the dimension along which they lie, counted in it."""
+    """Returns the values of a stack, and the dimension of its result along which they are."""
     if node.op != "aten.stack":
         return None
     at = dimension(node.args[1] if len(node.args) > 1 else 0, len(node.type.shape))

@@ -1,7 +1,8 @@
-"""Tells a factor of a loss that depends on the size of the batch from a constant.
+"""Distinguishes factors of a loss that depend on the size of the batch from constants.
 
-A captured graph contains sizes as numbers, so `loss.sum() / len(x)` and `loss.sum() / 100` look
-alike. The graph of twice as many samples tells them apart: only what is made of the size differs.
+A captured graph contains sizes as numbers, so `loss.sum() / len(x)` and `loss.sum() / 100` look the
+same. A second graph, of twice as many samples, distinguishes them: only numbers that depend on the
+size differ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class BatchFactors:
     """The factors of one graph.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         capture: returns the graph of twice as many samples; called at most once, if needed.
     """
 
@@ -42,8 +43,8 @@ class BatchFactors:
     def power(self, node: Node) -> int | None:
         """Returns the power of the number of samples in the number by which a node multiplies.
 
-        It is 0 for a constant and -1 for a division by the number of samples or of all elements;
-        None if it cannot be told.
+        It is 0 for a constant, -1 for a division by the number of samples or of all elements, and
+        None if it is unknown.
         """
         factor = _factor(node)
         if factor is None:

@@ -48,10 +48,10 @@ class Parts:
     """Tells values that add up over microbatches from means, which stay the same.
 
     Attributes:
-        graph: of one microbatch.
-        search: gives the operands to follow, and errors.
+        graph: graph of one microbatch.
+        search: returns the operands to follow, and errors.
         divided: divisions by counts; their results add up.
-        factors: tells numbers that depend on the size of the batch.
+        factors: recognises numbers that depend on the size of the batch.
     """
 
     graph: Graph
@@ -63,7 +63,7 @@ class Parts:
 
     @cached_property
     def operands(self) -> Mapping[str, Sequence[str]]:
-        """The operands that add up of operators that also take what does not."""
+        """The operands that add up over microbatches, of operators that have other operands too."""
         self.adds_up(self.graph.loss or "")
         return self._times
 
@@ -94,7 +94,7 @@ class Parts:
         return found
 
     def _kept(self, name: str, known: Sequence[str], reader: Node) -> str:
-        """Returns the first of a value and those that factors multiply in it which is known."""
+        """Returns the first known value among a value and those that it multiplies by a factor."""
         while name not in known:
             node = self.graph[name]
             if _base(node) not in ("mul", "div") or len(node.inputs) != 1:
@@ -130,7 +130,7 @@ class Parts:
         return _Kind.MEAN
 
     def _reduced(self, node: Node) -> _Kind:
-        """Returns what an operator that is not linear makes of samples."""
+        """Returns the kind of the result of a non-linear operator of samples."""
         if node.type.shape != ():
             return _Kind.SUM  # of each sample
         reduction = reduction_of(node)
@@ -141,7 +141,7 @@ class Parts:
         raise self.search.refused(node, f"it is the {_base(node)} of all samples")
 
     def _multiplied(self, node: Node, kind: _Kind) -> _Kind:
-        """Returns what a product of one value with others is, which may be the size of a batch."""
+        """Returns the kind of a value's product with a factor that may depend on the batch size."""
         if kind is not _Kind.SUM and not self.factors.may_depend(node):
             return kind
         power = self.factors.power(node)
@@ -156,7 +156,7 @@ class Divisions:
     """Looks for the divisions by counts between the losses of samples and the loss.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         microbatches: for errors.
     """
 

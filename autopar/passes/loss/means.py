@@ -42,8 +42,8 @@ def reduction_of(node: Node) -> int | None:
 def lower_means(graph: Graph) -> Graph:
     """Returns `graph` with means and mean losses as a sum and a division by the count.
 
-    The count is a number; for labels of which some may be ignored, the number of those that are
-    not, or the sum of their classes' weights. Losses in float16, whose sums overflow, stay, and so
+    The count is a number. If some labels may be ignored, it is the number of the other labels, or
+    the sum of their classes' weights. Losses in float16, whose sums overflow, stay, and so
     do weighted ones of class probabilities, or of one sample.
     """
 
@@ -64,7 +64,7 @@ def lower_means(graph: Graph) -> Graph:
 
 
 def is_whole_mean(graph: Graph, node: Node) -> bool:
-    """Returns whether a node of a graph is what `lower_means` made of a mean over all elements."""
+    """Returns whether `lower_means` created a node from a mean over all elements."""
     if node.op != "aten.div.Tensor" or node.type.shape != () or len(node.inputs) != 1:
         return False
     return node.inputs[0].startswith(_total_name(node))  # a number may follow

@@ -7,7 +7,7 @@ runtime adds up over all microbatches before the step, and what adds up is multi
 
     1/n Σ n S_i / Σ c_i  =  Σ S_i / Σ c_i
 
-A sum without a count is multiplied by n, too. Means over a fixed number of elements stay, because
+A sum without a count is also multiplied by n. Means over a fixed number of elements stay, because
 they are equal in all microbatches. The keyword `counts` of the input holds the graph that computes
 one microbatch's count.
 """
@@ -75,7 +75,7 @@ class _Change:
     """Rewrites one operator after the other.
 
     Attributes:
-        graph: of one microbatch.
+        graph: graph of one microbatch.
         microbatches: number of them.
         divided: operators that divide by a count -> that count, or its inverse.
         operands: operators -> their operands that add up over microbatches, while others do not.

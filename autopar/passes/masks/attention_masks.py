@@ -229,9 +229,9 @@ def _kind(mask: Tensor | None) -> str:
 
 
 def note_seen(graph: Graph) -> Graph:
-    """Returns `graph` whose attention says, for prices, which share of keys its masks leave.
+    """Returns `graph` with the share of keys that masks leave, as price assumption of attention.
 
-    A window is known before training; of documents only that no query sees later keys, if so.
+    A window is known before training. Of a mask of documents, only causality is known.
     """
     numbers = _constants(graph)
     shares: dict[str, float] = {}
@@ -257,7 +257,7 @@ def note_seen(graph: Graph) -> Graph:
 def group_heads(graph: Graph) -> Graph:
     """Returns `graph` with keys and values that are repeated for grouped queries read unrepeated.
 
-    Both must be repeated alike, each head n times in a row; attention then has enable_gqa=True.
+    Both must repeat each head n times in a row; attention then has enable_gqa=True.
     """
 
     def group(node: Node, editor: Editor) -> Node | None:

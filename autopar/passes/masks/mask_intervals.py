@@ -84,7 +84,7 @@ def _viewed(graph: Graph, name: str) -> str:
 def _intervals(
     graph: Graph, name: str, evaluate: Evaluate, open_ended: bool = False
 ) -> Intervals | None:
-    """Returns the keys that each query sees, if they are one interval, alike for every batch.
+    """Returns the keys of each query, if they form one interval that is equal for all batches.
 
     If `open_ended`, parts of an `and` that are unknown hide nothing.
     """
@@ -162,7 +162,7 @@ def _two(args: tuple[object, ...]) -> list[str]:
 
 
 def _line(value: Tensor | None) -> Tensor | None:
-    """Returns numbers along one dimension, the last or the one before; None for others."""
+    """Returns numbers along one of the last two dimensions; None for other values."""
     value = _unrepeated(value)
     if value is None or value.dtype.is_floating_point or value.dtype == torch.bool:
         return None

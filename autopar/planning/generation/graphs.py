@@ -27,8 +27,8 @@ def capture_generation(
 
     Args:
         model: takes `past_key_values`.
-        sizes: of the prompts.
-        options: of planning, from `generating_options`.
+        sizes: sizes of the prompts.
+        options: options of planning, from `generating_options`.
 
     Raises:
         CaptureError: the model cannot be traced, keeps nothing between tokens, or counts keys to
@@ -42,7 +42,7 @@ def capture_generation(
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
     _refuse_last_place(decode.graph, length_of(model, sizes))
-    # A decode does not read an encoder, so that only the prefill can tell how to store it.
+    # A decode does not read an encoder, so only the prefill determines how it is stored.
     return prefill, replace(decode, graph=without_unread(decode.graph))
 
 

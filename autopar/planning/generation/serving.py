@@ -1,7 +1,7 @@
 """Plans of a model that generates: a prefill and a decode over the same stored parameters.
 
-The plan that is made first chooses where parameters and caches lie, and the other one reads them
-there. Both orders are planned; the pair with the shortest generation is kept.
+The plan that is made first chooses the layouts of parameters and caches, and the other plan uses
+them. Both orders are planned; the pair with the shortest generation is kept.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def plan_serving(
     Args:
         prefill, decode: prepared graphs with the same parameters and caches.
         mesh: the devices.
-        options: of planning, from `generating_options`.
+        options: options of planning, from `generating_options`.
         new_tokens: tokens that follow one prefill; a decode computes all but the first.
         stored: storage of parameters by key, if a program in training has fixed it.
 

@@ -23,7 +23,7 @@ from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.search import Searched, fastest, plan_of, search
+from autopar.planning.pipelines.search import SearchResult, fastest, plan_of, search
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.pipelines.streaming import (
     FLUSHED,
@@ -78,7 +78,7 @@ class OnMicrobatches:
         model: captures the model on a batch of any size.
         batch: samples in a step.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
     """
 
     def __init__(self, model: AnySize, batch: int, mesh: Mesh, options: Options) -> None:
@@ -167,14 +167,14 @@ def plan_pipeline(
     options: Options,
     trace: Trace,
     progress: Callable[[str], None] = lambda text: None,
-) -> tuple[Searched, Plan]:
+) -> tuple[SearchResult, Plan]:
     """Returns the fastest pipeline for a global batch.
 
     Args:
         model: captures the model on a batch of any size.
         batch: samples in a step.
         mesh: the devices.
-        options: of planning.
+        options: options of planning.
         trace: writes intermediate values.
         progress: reports the progress of the search.
 
@@ -199,7 +199,7 @@ def find_pipeline(
     memory: float | Mapping[str, float],
     progress: Callable[[str], None],
     workers: Workers | None = None,
-) -> Searched:
+) -> SearchResult:
     """Searches for the fastest pipeline within `memory` bytes of a device, see `search`.
 
     Raises the errors of `plan_pipeline`.
@@ -213,7 +213,7 @@ def find_pipeline(
 
     def searched(
         options: Options, schedules: Sequence[str], streamed: Streamed = FLUSHED
-    ) -> Searched:
+    ) -> SearchResult:
         return search(
             model,
             mesh,

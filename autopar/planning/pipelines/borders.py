@@ -103,7 +103,7 @@ class Borders:
     ) -> float:
         """Prices a border: every element crosses once, over all devices of the smaller side.
 
-        What the receiving devices then gather among themselves is a part of their stage's price.
+        Gathers among the receiving devices belong to the price of their stage.
 
         Args:
             pair: kinds of the layers on both sides.

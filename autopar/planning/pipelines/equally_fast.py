@@ -1,8 +1,8 @@
-"""The simplest of the pipelines that prices cannot tell apart.
+"""The simplest of the pipelines that are equally fast within the error of prices.
 
-Two pipelines of a device are priced by the same tables, so only the prices of what differs between
-them are uncertain (see cost/uncertainty.py). If this uncertainty exceeds the difference of their
-times, the pipeline with fewer stages is taken; among equally many stages, the fastest.
+Two pipelines on a device are priced by the same tables, so only the prices in which they differ are
+uncertain (see cost/uncertainty.py). If this uncertainty exceeds the difference of their times, the
+pipeline with fewer stages is chosen; among pipelines with equally many stages, the fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.cost.uncertainty import error_seconds
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.stage_values import Pipeline
 
-Played = tuple[float, Timeline, Pipeline]
+SimulatedPipeline = tuple[float, Timeline, Pipeline]
 
 
 def sent_seconds(pipeline: Pipeline) -> float:
@@ -24,17 +24,19 @@ def sent_seconds(pipeline: Pipeline) -> float:
     )
 
 
-def simplest_first(played: Sequence[Played], device: Device) -> list[Played]:
+def simplest_first(
+    pipelines: Sequence[SimulatedPipeline], device: Device
+) -> list[SimulatedPipeline]:
     """Returns simulated pipelines, the fastest first, behind the simplest that is as fast.
 
     Args:
-        played: seconds, timeline and pipeline of each; not empty.
+        pipelines: seconds, timeline and pipeline of each; not empty.
         device: that runs them, priced by its tables.
     """
-    ordered = sorted(played, key=lambda row: row[0])
+    ordered = sorted(pipelines, key=lambda row: row[0])
     best, sent = ordered[0], sent_seconds(ordered[0][2])
 
-    def as_fast(row: Played) -> bool:
+    def as_fast(row: SimulatedPipeline) -> bool:
         apart, more = row[0] - best[0], sent_seconds(row[2]) - sent
         return apart <= error_seconds(device, abs(apart - more), abs(more))
 

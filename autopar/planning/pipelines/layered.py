@@ -23,9 +23,9 @@ class Layered:
 
     Attributes:
         graph: normalised, without shares and repeats.
-        layers: of the graph.
+        layers: layers of the graph.
         more: number of equal layers that each run of the whole model has in addition.
-        samples: of the microbatch, 0 if unknown.
+        samples: number of samples of the microbatch, 0 if unknown.
     """
 
     graph: Graph
@@ -86,14 +86,14 @@ def runs(kinds: Sequence[Hashable]) -> Signature:
 
 
 def unlike(recompute: str, kinds: Sequence[Hashable], signature: Signature, part: Graph) -> bool:
-    """Returns whether a stage cannot recompute as the user asks.
+    """Returns whether a stage cannot recompute in the way that the user requests.
 
     A program recomputes runs of equal blocks. A stage with a single block has no such run, so it
     would save time that longer stages cannot save.
 
     Args:
         recompute: as the user asked, "auto" or "none" for nothing in particular.
-        kinds: of all layers of the model.
+        kinds: kinds of all layers of the model.
         signature: kinds and numbers of the stage's layers.
         part: the stage's graph.
     """

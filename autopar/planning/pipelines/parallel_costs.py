@@ -84,7 +84,7 @@ class ParallelCosts:
         microbatches: int,
         rows: Sequence[Sequence[object]],
     ) -> int:
-        """Returns the process for a problem: the one that had it before, else the least busy."""
+        """Returns the process for a problem: the same as before, else the least busy process."""
         kinds = tuple((kind, count > 1) for kind, count in runs(model.kinds[first : last + 1]))
         key = kinds, mesh, microbatches
         if key not in self._place:

@@ -1,8 +1,8 @@
 """Turns the problem of one microbatch into that of a pipeline stage, which runs many.
 
 A problem is built for one forward and one backward of a microbatch. A stage has further
-microbatches in flight, whose saved activations and gathered parameters stay in memory, and what it
-reduces once in a step can overlap with the last backward only.
+microbatches in flight, whose saved activations and gathered parameters stay in memory. Reductions
+that run once in a step can overlap with the last backward only.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Repeated:
         microbatches: number of microbatches in a step.
         in_flight: peak number of microbatches whose backward has not ended; a fraction if ranks
             hold several stages.
-        beside: memory of all stages of a device, in units of this one's. They run in turn, so they
-            share transient memory.
+        rank_stages: memory of all stages of a device, in units of this stage's. The stages run in
+            turn, so they share transient memory.
         further: tensors of the size of the weights that the schedule adds.
-        precision: of training.
+        precision: precision of training.
         taken: number of microbatches whose gradients one update takes; 0 for all of a step.
         late_loss: whether replicas may be steps apart, see `StagePlan`.
     """
 
     microbatches: int
     in_flight: float = 1.0
-    beside: float = 1.0
+    rank_stages: float = 1.0
     further: Copies = NO_COPIES
     precision: Precision = AS_IS
     taken: int = 0
@@ -58,7 +58,7 @@ class Repeated:
         rows = zip(built.problem.nodes, built.names, built.options, strict=True)
         for node, name, options in rows:
             more: list[Held] = []
-            if (self.in_flight > 1 or self.beside > 1) and whole:
+            if (self.in_flight > 1 or self.rank_stages > 1) and whole:
                 kept = copies(built, graph, mesh, name, options)
                 once = built.sums.get(node.name, (0.0,) * len(kept))
                 more.append(((0, whole), tuple(map(self.others, once, kept))))
@@ -85,7 +85,7 @@ class Repeated:
             kept: bytes that each microbatch keeps, including values that are sent.
         """
         here = max(once, kept) + (self.in_flight - 1) * kept
-        return (self.in_flight - 1) * kept + (self.beside - 1) * here
+        return (self.in_flight - 1) * kept + (self.rank_stages - 1) * here
 
 
 def copies(

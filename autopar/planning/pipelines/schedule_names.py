@@ -72,7 +72,7 @@ def in_flight(schedule: Schedule, stage: int) -> float:
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
 
 
-def held_beside(schedule: Schedule, stage: int) -> float:
+def stages_of_rank(schedule: Schedule, stage: int) -> float:
     """Returns the largest number of stages on any rank that holds this stage."""
     ranks = {placed[stage] for placed in schedule.placement}
     return float(max(len(schedule.holds[rank]) for rank in ranks))

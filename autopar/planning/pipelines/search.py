@@ -21,7 +21,14 @@ from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import candidates, schedule
-from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress, Stage
+from autopar.inter_op.stage_values import (
+    Candidate,
+    Law,
+    Pipeline,
+    Progress,
+    Stage,
+    StageSearchResult,
+)
 from autopar.inter_op.steady_state import steady
 from autopar.inter_op.submeshes import SubMesh, place_stages, submeshes
 from autopar.ir.graph import Graph
@@ -48,7 +55,7 @@ _SURE = 8  # pipelines to simulate in any case
 INEXACT = 0.03  # largest fraction by which a simulation is faster than its closed form
 # No operator is more efficient on less work; the margin allows for rounding.
 _OPTIMISM = 0.98
-# Fraction of memory that pricing leaves free for what only the simulation counts.
+# Fraction of memory that pricing leaves free for buffers that only the simulation counts.
 _SPARE = 0.02
 _FIGURES = 20  # a rank's memory is rounded up to 1/20 of a stage's
 # All schedules but GPipe keep about as much on a rank as one microbatch keeps of all layers.
@@ -56,13 +63,14 @@ _HELD = 2.0
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """The result of a search.
 
     Attributes:
-        pipeline: the fastest by simulation, or a simpler one that prices cannot tell from it.
+        pipeline: the fastest by simulation, or a simpler one that is equally fast within the error
+            of prices.
         seconds: simulated seconds of its step.
-        timeline: of its actions.
+        timeline: timeline of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
         closed_form: the result of the search by closed forms.
         ends: the last operator of every layer; () if the model has more layers than were traced.
@@ -72,11 +80,11 @@ class Searched:
     seconds: float
     timeline: Timeline
     others: tuple[tuple[Pipeline, float], ...]
-    closed_form: Found
+    closed_form: StageSearchResult
     ends: tuple[str, ...] = ()
 
 
-def fastest(every: Sequence[Searched]) -> Searched:
+def fastest(every: Sequence[SearchResult]) -> SearchResult:
     """Returns the fastest result of several searches, with all other pipelines as runners-up."""
     best = min(every, key=lambda one: one.seconds)
     rest = [(one.pipeline, one.seconds) for one in every if one is not best]
@@ -101,14 +109,14 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
     streamed: Streamed = FLUSHED,
-) -> Searched:
+) -> SearchResult:
     """Returns the fastest pipeline of a model on a cluster.
 
     Args:
         layered: number of microbatches -> the model on one of them.
         mesh: the cluster.
         microbatches: numbers of microbatches to choose from.
-        options: of planning.
+        options: options of planning.
         memory: bytes of a device, of all or by `Mesh.kind`.
         schedules: names with options to choose from; () for all candidates, see
             `inter_op/schedules/`. On unlike devices only those with one stage a rank are used.
@@ -182,18 +190,18 @@ def search(
     for number, pipeline in enumerate((partitioned.best, *partitioned.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
             break
-        played.append((*play(pipeline, transfer), pipeline))
+        played.append((*simulate_pipeline(pipeline, transfer), pipeline))
     played.sort(key=lambda row: row[0])
     if options.calibration is None and not mesh.unlike:  # errors are known of one kind of device
         played = simplest_first(played, device(mesh))
     seconds, timeline, best = played[0]
     others = tuple((pipeline, simulated) for simulated, _, pipeline in played[1:])
     ends = () if layers.more else tuple(layers.layers.ends)
-    return Searched(best, seconds, timeline, others, partitioned, ends)
+    return SearchResult(best, seconds, timeline, others, partitioned, ends)
 
 
 def plan_of(
-    searched: Searched,
+    searched: SearchResult,
     graph: Graph,
     mesh: Mesh,
     options: Options,
@@ -230,20 +238,20 @@ def plan_of(
         options=options, trace=trace, workers=workers,
     )  # fmt: skip
     chunks = sorted(
-        (chunk.first, chunk.candidate.recompute, beside)
+        (chunk.first, chunk.candidate.recompute, rank_stages)
         for stage in pipeline.stages
-        for chunk, beside in zip(stage.chunks, _beside(stage), strict=True)
+        for chunk, rank_stages in zip(stage.chunks, _rank_stages(stage), strict=True)
     )
     if options.recompute == "auto":
-        recompute, beside = [row[1] for row in chunks], [row[2] for row in chunks]
+        recompute, rank_stages = [row[1] for row in chunks], [row[2] for row in chunks]
         try:
-            return planned(recompute=recompute, beside=beside)
+            return planned(recompute=recompute, rank_stages=rank_stages)
         except InfeasibleError:
             pass  # the simulated step needs more than its price
     return planned()
 
 
-def _beside(stage: Stage) -> list[float]:
+def _rank_stages(stage: Stage) -> list[float]:
     """Returns a rank's memory in units of what each of its chunks keeps, rounded up."""
     candidates = [chunk.candidate for chunk in stage.chunks]
     kept = [candidate.kept(stage.in_flight) for candidate in candidates]
@@ -256,7 +264,7 @@ def _usual_label(stage: Stage) -> str:
     return max(dict.fromkeys(labels), key=labels.count)
 
 
-def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
+def simulate_pipeline(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
     """Simulates a pipeline's actions under the costs of its stages and transfers.
 
     Returns:
@@ -304,7 +312,7 @@ def play(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Timeline]:
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
     """Returns the microbatches in flight of even pipelines, as `StageCosts` takes them.
 
-    They are those of the first rank, and with several chunks also of the last.
+    They are the numbers of the first rank, and with several chunks also of the last.
     """
     levels: dict[tuple[int, int, int], set[int]] = {}
     for one, ranks in product(laws, sizes):

@@ -56,12 +56,12 @@ class StageFigures:
     Attributes:
         forward, backward: seconds of one microbatch.
         once: seconds of gradient synchronisation and the optimizer, for each update.
-        optimizer: those of the optimizer.
+        optimizer: seconds of the optimizer alone.
         fixed: bytes of parameters, gradients and optimizer state on a device.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
         arriving: seconds of the messages of one microbatch from earlier stages.
-        returning: those of the gradients that it sends back.
+        returning: seconds of the messages of the gradients that it sends back.
         again: seconds of the recomputation in `backward`; both halves of a split backward need it.
     """
 
@@ -85,8 +85,8 @@ class Simulated:
         stages: in execution order.
         timeline: the actions of each group of ranks; without flushes, of a few periods from the
             first microbatch on.
-        seconds: of the whole step, or of a period in the steady state.
-        bubble: fraction of that time in which ranks are idle, apart from the update that ends a
+        seconds: seconds of the whole step, or of a period in the steady state.
+        bubble: fraction of that time in which ranks are idle, without the update at the end of a
             step.
         ranks: the global ranks of each group.
         held: the stages of each group.
@@ -106,7 +106,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     """Simulates a step of a pipeline.
 
     Args:
-        graphs: of the stages, from `stage_graphs`.
+        graphs: graphs of the stages, from `stage_graphs`.
         plan: the pipeline's.
         options: give rules and prices.
 
@@ -221,7 +221,7 @@ def _crossings(
 ) -> tuple[float, float]:
     """Returns the seconds of receiving a microbatch's values and of returning their gradients.
 
-    What the receiving devices then gather among themselves is a part of their stage's step.
+    Gathers among the receiving devices belong to their stage's step.
     """
     there = back = 0.0
     target = plan.stages[reader]

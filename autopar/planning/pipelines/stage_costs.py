@@ -25,7 +25,7 @@ from autopar.inter_op.stage_values import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build
-from autopar.intra_op.node_choices import Lies, Option
+from autopar.intra_op.node_choices import AllowedStorages, Option
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve
@@ -99,11 +99,11 @@ class StageCosts:
     Args:
         layered: number of microbatches -> the model on one of them; called once for each number.
         mesh: the cluster.
-        options: of planning.
+        options: options of planning.
         memory: bytes of a device, of all or by `Mesh.kind`.
         most: largest number of microbatches in flight.
         shapes: number of logical shapes of a sub-mesh to try in any case.
-        flight: what schedules keep in flight.
+        flight: numbers of microbatches that schedules keep in flight.
         streamed: the schedule, if it is asynchronous.
     """
 
@@ -128,7 +128,7 @@ class StageCosts:
         self._planned: dict[_Key, StageProblem] = {}
         # Key -> (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
-        self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
+        self._prices: dict[Mesh, tuple[CostModel, Prices, AllowedStorages | None]] = {}
         self._updated: dict[tuple[object, ...], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
@@ -182,7 +182,7 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are those of even pipelines of which these layers can be one chunk, and a whole device.
+        They are those of even pipelines in which these layers are one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(
@@ -202,8 +202,8 @@ class StageCosts:
     def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
         """Returns the logical meshes to try.
 
-        They are the first `shapes` of them, and the one on which each row of devices takes one
-        sample, if such a row lies within one host.
+        They are the first `shapes` meshes, and the mesh on which each row of devices takes one
+        sample, if such a row is inside one host.
         """
         samples = self.layered(microbatches).samples
         meshes = list(submesh.meshes[: self.shapes])
@@ -346,14 +346,14 @@ class StageCosts:
         offload = parse_offload(graph, self.options.offload)
         kernels = applicable(self.options.fuse, graph, self.options.precision)
         fused = UPDATE in kernels and not offload.optimizer
-        (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
+        (model, prices, allowed), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
             update=self.options.update,
             unknown_ops=self.options.unknown_ops,
             slowdown=slowdown_of(mesh, self.options.execution),
             recompute=parse_recompute(graph, recompute),
             microbatches=self.streamed.taken(microbatches),
-            lies=lies,
+            allowed_storages=allowed,
             bucket=BUCKET,
             precision=self.options.precision,
             offload=offload,
@@ -393,8 +393,8 @@ class StageCosts:
                 known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 
-    def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
+    def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, AllowedStorages | None]:
         if mesh not in self._prices:
             model = cost_model(mesh, replace(self.options, whole=self.mesh))
-            self._prices[mesh] = model, Prices(mesh, model), self.options.lies(mesh)
+            self._prices[mesh] = model, Prices(mesh, model), self.options.allowed_storages(mesh)
         return self._prices[mesh]

@@ -100,7 +100,7 @@ class StageProblem:
     ) -> Candidate:
         """Returns the seconds and bytes of a choice, with each run `ratios` times as long."""
         built = self.built
-        whole = beside = reduced = gathered = update = fixed = each = small = 0.0
+        whole = synchronised = reduced = gathered = update = fixed = each = small = 0.0
         forward = backward = again = 0.0  # of kernels
         issued = np.zeros(2)
         for at, (node, index, run) in enumerate(
@@ -117,7 +117,7 @@ class StageProblem:
             count = self.counts[run] if run >= 0 else 1
             again += once_forward * built.again.get(node.name, 0) / count
             backward += ratio * _at(built.backward, node.name, index)
-            beside += ratio * _at(built.beside, node.name, index)
+            synchronised += ratio * _at(built.synchronised, node.name, index)
             if node.name in built.once:
                 reduced += ratio * built.once[node.name][index][0]
                 gathered += ratio * built.once[node.name][index][1]
@@ -138,7 +138,7 @@ class StageProblem:
         share = 2 / 3 if self.recompute == "full" else 1 / 2
         after = min(backward + again + share * sent, seconds)
         # For each update: reductions, which overlap with the last backward, then the optimizer.
-        inside = min(reduced, self.taken * beside)  # 0 if the backward waits
+        inside = min(reduced, self.taken * synchronised)  # 0 if the backward waits
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
         once = (0.0 if self.late else once) + gathered + update
         peak = evaluate(built.problem, choice).peak

@@ -25,9 +25,9 @@ from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
-    held_beside,
     in_flight,
     schedule_of,
+    stages_of_rank,
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
@@ -41,8 +41,17 @@ from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
 __all__ = [
-    "Devices", "equal_parts", "even_ends", "held_beside", "in_flight", "legal_cuts",
-    "plan_stages", "schedule_of", "stage_graphs", "translated", "weights",
+    "Devices",
+    "equal_parts",
+    "even_ends",
+    "in_flight",
+    "legal_cuts",
+    "plan_stages",
+    "schedule_of",
+    "stage_graphs",
+    "stages_of_rank",
+    "translated",
+    "weights",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -103,7 +112,7 @@ def plan_stages(
     options: Options,
     trace: Trace,
     recompute: Sequence[str] | None = None,
-    beside: Sequence[float] | None = None,
+    rank_stages: Sequence[float] | None = None,
     workers: Workers | None = None,
 ) -> Plan:
     """Plans a pipeline whose cuts and devices are given.
@@ -118,8 +127,8 @@ def plan_stages(
         mesh: all devices.
         microbatches, schedule: number of microbatches in a step; schedule with its options.
         options, trace: for every stage.
-        recompute: of each stage, in place of the option.
-        beside: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
+        recompute: recomputation of each stage, in place of the option.
+        rank_stages: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
         workers: processes that plan stages, unless something is traced.
 
     Raises:
@@ -167,7 +176,7 @@ def plan_stages(
             )
     pins = stage_pins(graph, parts, meshes := [copies[0].mesh for copies in held], options)
     again = recompute or [options.recompute] * len(parts)
-    shared = beside or [held_beside(rows, number) for number in range(len(parts))]
+    shared = rank_stages or [stages_of_rank(rows, number) for number in range(len(parts))]
     wiring = wiring_of(parts, meshes)
     further = copies_of(rows, wiring)
     alone: dict[tuple[str, Mesh, str, str, float, Copies], list[int]] = {}

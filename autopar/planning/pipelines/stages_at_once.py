@@ -15,8 +15,8 @@ K = TypeVar("K")
 def at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict[K, StagePlan]:
     """Makes plans, in several processes if there are any.
 
-    The last stage contains the loss and takes longest, so plans are dealt out from the last one,
-    back and forth.
+    The last stage contains the loss and takes longest, so plans are distributed starting with the
+    last one, back and forth over the processes.
     """
     dealt: list[list[K]] = [[] for _ in range(len(workers))]
     for number, key in enumerate(reversed(wanted)):

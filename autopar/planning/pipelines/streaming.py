@@ -2,8 +2,8 @@
 
 A stage may hold older versions of its weights, gradients that no update has used yet, and for a
 corrected backward the velocity of the weights. `copies_of` counts them by the rows that run. A
-search for stages does not know the rows of its ranks yet; `Streamed` tells it the same by the
-number of microbatches that a rank keeps in flight.
+search for stages does not have the rows of its ranks yet; `Streamed` provides the same counts by
+the number of microbatches that a rank keeps in flight.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Copies:
     """Tensors of the size of trained parameters besides weights, gradients and optimizer state.
 
     Attributes:
-        held: number of those in the layout and dtype in which a parameter is stored.
-        updated: number of those in which the optimizer updates it.
+        held: number of copies in the layout and dtype in which a parameter is stored.
+        updated: number of copies in the layout and dtype in which the optimizer updates it.
     """
 
     held: float = 0.0
@@ -88,12 +88,12 @@ def _bytes(
 
 
 def copies_of(schedule: Schedule, wiring: Wiring | None = None) -> tuple[Copies, ...]:
-    """Returns what every stage holds under a schedule, from rows that are completed once.
+    """Returns the copies that every stage holds under a schedule, from its complete rows.
 
     A corrected backward also computes the weights that it runs on, a stored tensor for its time.
 
     Args:
-        schedule: of the pipeline.
+        schedule: schedule of the pipeline.
         wiring: connections of the stages; None for a chain.
     """
     if schedule.flushes:
@@ -128,7 +128,7 @@ def late_sums(
     `runtime/pipeline/sums.py`.
 
     Args:
-        graph, plan: of the stage.
+        graph, plan: graph and plan of the stage.
         outer: see `Schedule`.
         price: seconds of a collective.
     """
@@ -183,15 +183,15 @@ class Streamed:
 
     @property
     def late(self) -> bool:
-        """Returns whether sums of gradients arrive beside later steps."""
+        """Returns whether sums of gradients arrive during later steps."""
         schedule = self.made(1, 4)
         return schedule is not None and schedule.pending > 0
 
     def copies(self, ranks: int, microbatches: int) -> tuple[Copies, Copies]:
-        """Returns what a rank holds with one microbatch in flight, and more for every further one.
+        """Returns the copies of a rank with one microbatch in flight, and per further microbatch.
 
-        They are exact where versions are linear in the microbatches in flight, as those of all
-        published methods, and otherwise the most that any rank holds.
+        They are exact if the number of versions is linear in the microbatches in flight, as in all
+        published methods; otherwise they are the maximum of any rank.
         """
         return _copies(self, ranks, min(microbatches, 4 * ranks))
 

@@ -27,7 +27,7 @@ class Share(NamedTuple):
     in_flight: tuple[int, ...]
 
     def limit(self, memory: float, transient: float) -> float:
-        """Returns the bytes for what is kept, on a device of `memory` bytes."""
+        """Returns the bytes for kept tensors of a chunk, on a device of `memory` bytes."""
         return (memory - transient) / self.chunks
 
     def fits(self, candidate: Candidate, in_flight: int, memory: float) -> bool:
@@ -63,7 +63,7 @@ def along(
     Numbers between are added only if these two differ in seconds.
 
     Args:
-        share: of a device.
+        share: share of a device.
         fastest: number of microbatches in flight -> the fastest candidate that fits.
         memory: bytes of a device.
         worth: largest time of a candidate, in units of the first one's.
@@ -99,7 +99,7 @@ def along(
 
 
 def front(candidates: Sequence[Candidate], microbatches: int) -> tuple[Candidate, ...]:
-    """Returns candidates, the fastest first, without those that another one dominates.
+    """Returns the candidates that no other one dominates, the fastest first.
 
     Args:
         candidates: to compare.
@@ -129,7 +129,7 @@ def partly(
     Args:
         none, full: the same choice, with no blocks and with all blocks recomputed.
         blocks: number of blocks.
-        share: of a device.
+        share: share of a device.
         in_flight: number of microbatches in flight.
         memory: bytes of a device.
     """

@@ -14,8 +14,8 @@ def wiring_of(graphs: Sequence[Graph], meshes: Sequence[Mesh]) -> Wiring:
     """Returns the values that stages send one another, and the trained parameters that they share.
 
     Args:
-        graphs: of the stages, from `stage_graphs`.
-        meshes: of the stages.
+        graphs: graphs of the stages, from `stage_graphs`.
+        meshes: meshes of the stages.
     """
     origins = {name: n for n, graph in reversed([*enumerate(graphs)]) for name, _ in graph.outputs}
     gradients: dict[tuple[int, int], bool] = {}

@@ -105,7 +105,7 @@ class Intake:
         Args:
             batch: whole tensors by name.
             types: dtypes and shapes of the program's inputs by name, "i64[8, 16]".
-            kind: of the call, "step".
+            kind: kind of the call, "step".
             options: texts of options that must agree, by name.
             parted: names of the inputs of which ranks pass parts.
 
@@ -138,7 +138,7 @@ class Intake:
         options: Mapping[str, str] | None = None,
         parted: Collection[str] = (),
     ) -> None:
-        """Compares a call with those of the other ranks; arguments and errors as for `take`."""
+        """Compares a call with those of the other ranks; arguments and errors as in `take`."""
         if self._everyone is None:
             return
         self._calls += 1

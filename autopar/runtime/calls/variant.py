@@ -36,7 +36,7 @@ class Variant:
         types: dtypes and shapes of this rank's inputs by name, "i64[8, 16]".
         named: the tensors that it reads, by `Parameter.key`.
         writes: the new values of buffers within a step.
-        caches: those of `named` that a generating program extends.
+        caches: the tensors among `named` that a generating program extends.
         graph: captures and replays its step; None to run the step without a CUDA graph.
     """
 
@@ -79,7 +79,7 @@ def variant_of(
         stored: parameters of the first program.
         named: this device's tensors of these parameters, by key.
         values: constants that only the new program reads: whole tensors by name.
-        caches: of all programs, to which the new one's are added.
+        caches: caches of all programs, to which the new one's are added.
 
     Raises:
         ProgramError: the program stores a parameter differently, or trains one that the first
@@ -113,7 +113,7 @@ def variant_over(
         program: the loaded program.
         runtime: the mesh.
         named: this device's tensors of the program's parameters, by key.
-        caches: of all programs; those that are missing are added, with zeros.
+        caches: caches of all programs; missing ones are added, filled with zeros.
     """
     own = {}
     for cache in program.caches:
@@ -127,7 +127,7 @@ def variant_over(
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:
-    """Returns whether both can read one tensor; what happens to gradients matters to training."""
+    """Returns whether both can read one tensor, regardless of how gradients are reduced."""
     same = (one.name, one.shape, one.dtype, one.piece) == (
         other.name, other.shape, other.dtype, other.piece
     )  # fmt: skip

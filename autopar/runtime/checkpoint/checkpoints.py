@@ -59,7 +59,7 @@ class Checkpoints:
             model: the model.
             holder: the object that runs the program.
             buffers: its buffers and constants.
-            aliases: every name of every parameter -> the one under which it is stored.
+            aliases: every name of every parameter -> the name under which it is stored.
             published: see `Names`.
         """
         persistent = tuple(model.state_dict())
@@ -192,9 +192,9 @@ class Checkpoints:
             "under_way": streams,
         }
         everything = [*parts, *states, *residual_parts(holder.held), *under_way]
-        if holder.apart is not None:
-            everything = holder.apart.saved(everything)
-            details["outer"] = encode(holder.apart.details(), "the rounds")
+        if holder.independent is not None:
+            everything = holder.independent.saved(everything)
+            details["outer"] = encode(holder.independent.details(), "the rounds")
         return Snapshot(everything, optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
@@ -203,7 +203,7 @@ class Checkpoints:
         if peers.everyone is None:
             return None
         if self._lease is None:
-            # A group of its own, since saving runs in a thread beside the training calls.
+            # A separate group, since saving runs in another thread than the training calls.
             self._lease = peers.own("checkpoints", backend="gloo")
         return self._lease.channels[0].handle
 
@@ -236,10 +236,10 @@ class Checkpoints:
         return values
 
     def take(self, snapshot: Snapshot) -> None:
-        """Go on from what another program of the same model held; all ranks call it.
+        """Continues from the state of another program of the same model; all ranks call it.
 
         Args:
-            snapshot: of this rank, from `snapshot` of the other program's checkpoints.
+            snapshot: snapshot of this rank, from `snapshot` of the other program's checkpoints.
 
         Raises:
             CheckpointError: it is of another model or optimizer.
@@ -258,24 +258,24 @@ class Checkpoints:
     def _take_state(
         self, index: Index, where: str, read: Callable[[Callable[[], list[Part]]], None]
     ) -> None:
-        """Give the program the state that an index describes.
+        """Gives the program the state that an index describes.
 
         Args:
-            index: of a checkpoint, or of what another program holds.
+            index: index of a checkpoint, or of another program's state.
             where: its name in errors.
-            read: fills the parts that this rank wants.
+            read: fills the parts that this rank needs.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
         states: list[OptimizerState | Residuals] = []
         under_way = room_for_parts(self.holder, index)
 
         def wanted() -> list[Part]:
-            held, apart = self.holder.held, self.holder.apart
+            held, independent = self.holder.held, self.holder.independent
             states.append(OptimizerState(self.holder.update.optimizer, held, index))
             states.append(Residuals(held, index))
             own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
             everything = [*own, *(part for state in states for part in state.parts), *under_way]
-            return everything if apart is None else apart.wanted(everything, index)
+            return everything if independent is None else independent.wanted(everything, index)
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -285,9 +285,9 @@ class Checkpoints:
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
-        if self.holder.apart is not None:
+        if self.holder.independent is not None:
             with taking("the rounds"):
-                self.holder.apart.take(decode(index.details.get("outer")))
+                self.holder.independent.take(decode(index.details.get("outer")))
         if under_way:
             record, *tensors = (part.tensor for part in under_way)
             with taking("what was under way"):
@@ -305,8 +305,8 @@ class Checkpoints:
             self.holder.drain()
             matches = self._load_weights(source, rename, strict)
             self.holder.update.restart()
-            if self.holder.apart is not None:
-                self.holder.apart.take(None)
+            if self.holder.independent is not None:
+                self.holder.independent.take(None)
             forget(self.holder.held)
         kept = (name for name in self.holder.shapes if self.names.kind(name) == "model")
         return [name for name in kept if name not in self.names.tied and name not in matches]

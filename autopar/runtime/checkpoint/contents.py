@@ -1,7 +1,7 @@
 """The saved state of a program: its parameters and buffers, and the optimizer's state of them.
 
-A program describes its state as a list of `Held`; this file knows of meshes and stages only through
-it.
+A program describes its state as a list of `LocalTensor`; this file gets information about meshes
+and stages only from this list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES, decode, encode
 from autopar.runtime.parameters.pieces import Parameter, State
 from autopar.runtime.parameters.shards import Weight, Weights
-from autopar.runtime.update.owners import Dealt
+from autopar.runtime.update.owners import OwnedWeight
 from autopar.runtime.update.update import Update
 
 # Options of how an optimizer computes: the program that loads a checkpoint keeps its own.
@@ -31,7 +31,7 @@ _MANNER = ("params", "param_names", "foreach", "fused", "capturable", "different
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A parameter or buffer on this rank; for one with a master, the master it is rounded from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Held:
     updated: Tensor | None = None
     first: bool = True
     average: Tensor | None = None
-    dealt: Dealt | None = None
+    dealt: OwnedWeight | None = None
     weight: Weight | None = None
 
     @property
@@ -102,19 +102,19 @@ def held_of(
     weights: Weights,
     update: Update,
     first: Collection[str] | None = None,
-) -> list[Held]:
+) -> list[LocalTensor]:
     """Returns this rank's part of a state.
 
     Args:
         state: state of the program.
         tensors: this rank's tensor of each parameter and buffer.
         weights: the same, with the tensors that the optimizer updates.
-        update: of these parameters.
+        update: update of these parameters.
         first: names that are saved from here, None for all.
     """
     dealt = {key: item for each in update.owners for key, item in each.items.items()}
     return [
-        Held(
+        LocalTensor(
             parameter.master if parameter.has_master else parameter,
             state,
             weights.masters.get(id(own), own) if parameter.has_master else tensor,
@@ -133,7 +133,7 @@ def held_of(
 # Saving ------------------------------------------------------------------------------------------
 
 
-def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
+def check_finite(optimizer: Optimizer, held: Sequence[LocalTensor]) -> None:
     """Refuses to save a state from which training cannot continue.
 
     Raises:
@@ -156,8 +156,8 @@ def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
 
 
 def groups_of(
-    optimizer: Optimizer, held: Sequence[Held]
-) -> Iterator[tuple[dict[str, Any], list[tuple[Held, Tensor]]]]:
+    optimizer: Optimizer, held: Sequence[LocalTensor]
+) -> Iterator[tuple[dict[str, Any], list[tuple[LocalTensor, Tensor]]]]:
     """Yields every group of an optimizer with its tensors, and the parameters they belong to."""
     known = {id(h.stepped): h for h in held if h.stepped is not None}
     for group in optimizer.param_groups:
@@ -165,7 +165,7 @@ def groups_of(
 
 
 def optimizer_parts(
-    optimizer: Optimizer, held: Sequence[Held]
+    optimizer: Optimizer, held: Sequence[LocalTensor]
 ) -> tuple[list[Part], dict[str, Any]]:
     """Returns the tensors of an optimizer's state on this rank, and the rest of it as JSON.
 
@@ -191,7 +191,7 @@ def optimizer_parts(
     return parts, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
-def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
+def _state_part(h: LocalTensor, key: str, value: Tensor, where: str) -> Part:
     """Returns a tensor of the optimizer's state, shaped like its parameter or one for all of it."""
     name, box, shape = f"optimizer.{h.name}.{key}", h.state_box, tuple(value.shape)
     value = value if shape else value.clone()  # counts may be shared
@@ -209,7 +209,9 @@ def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
 # Loading -----------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]) -> None:
+def check_optimizer(
+    optimizer: Optimizer, held: Sequence[LocalTensor], record: Mapping[str, Any]
+) -> None:
     """Compares an optimizer with that of a checkpoint, as far as this rank sees it.
 
     Raises:
@@ -226,11 +228,11 @@ def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[
 
 
 def _options(
-    optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]
+    optimizer: Optimizer, held: Sequence[LocalTensor], record: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields every group that the checkpoint knows, with its saved options.
+    """Yields every group that the checkpoint contains, with its saved options.
 
-    A group is known by its parameters; one that has none on this rank, by its number.
+    A group is identified by its parameters, or by its number if it has none on this rank.
     """
     known = {name: group for group in record["groups"] for name in group["parameters"]}
     numbered = len(record["groups"]) == len(optimizer.param_groups)
@@ -254,7 +256,7 @@ def _options(
 
 
 def room_for(
-    h: Held,
+    h: LocalTensor,
     updated: Tensor,
     key: str,
     stored: Stored,
@@ -309,7 +311,7 @@ class OptimizerState:
         CheckpointError: as `check_optimizer`, or a tensor that does not fit this plan.
     """
 
-    def __init__(self, optimizer: Optimizer, held: Sequence[Held], index: Index) -> None:
+    def __init__(self, optimizer: Optimizer, held: Sequence[LocalTensor], index: Index) -> None:
         self._optimizer, self._held = optimizer, held
         self._record = index.details["optimizer"]
         check_optimizer(optimizer, held, self._record)

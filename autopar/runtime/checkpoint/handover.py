@@ -1,8 +1,8 @@
 """Hands the state of one program to another in memory, as a checkpoint does through files.
 
-The two programs may split parameters, averages and optimizer state differently. Every rank brings
-its parts in host memory, the ranks tell one another which boxes they have and want, and each sends
-the overlaps.
+The two programs may split parameters, averages and optimizer state differently. Every rank copies
+its parts to host memory, the ranks exchange lists of the boxes that they have and need, and each
+rank sends the overlaps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autopar.runtime.checkpoint.values import DTYPES, dtype_name
 
 
 def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
-    """Returns what the ranks of a group hold together; all of them call it.
+    """Returns the index of the state that the ranks of a group hold together; all ranks call it.
 
     Args:
-        snapshot: of this rank.
+        snapshot: snapshot of this rank.
         group: all ranks; None for a process alone.
 
     Returns:
@@ -58,7 +58,7 @@ def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
 Value = TypeVar("Value")
 
 
-class _Wish(NamedTuple):
+class _WantedBox(NamedTuple):
     """A box of a tensor that a rank wants, the `number`th of its wanted parts."""
 
     receiver: int
@@ -80,20 +80,20 @@ class _Piece(NamedTuple):
 def exchange(
     snapshot: Snapshot, index: Index, wanted: Sequence[Part], group: dist.ProcessGroup | None
 ) -> None:
-    """Fill the parts that every rank wants from those that the ranks have; all ranks call it.
+    """Fills the parts that every rank needs from the parts of all ranks; all ranks call it.
 
     Args:
-        snapshot: of this rank.
-        index: of all ranks, from `shared_index`.
+        snapshot: snapshot of this rank.
+        index: index of all ranks, from `shared_index`.
         wanted: parts of tensors of the index, on any device; they are overwritten.
         group: all ranks, on gloo; None for a process alone.
     """
     rank = 0 if group is None else dist.get_rank(group)
     have = {(part.name, part.box): part.tensor for part in snapshot.parts}
-    wishes: dict[str, list[_Wish]] = {}
+    wishes: dict[str, list[_WantedBox]] = {}
     for receiver, parts in enumerate(_gathered([(part.name, part.box) for part in wanted], group)):
         for number, (name, box) in enumerate(parts):
-            wishes.setdefault(name, []).append(_Wish(receiver, number, box))
+            wishes.setdefault(name, []).append(_WantedBox(receiver, number, box))
     for name, wishing in wishes.items():  # one tensor at a time, so that little memory is in flight
         works: list[dist.Work] = []
         arriving: list[tuple[_Piece, Tensor]] = []
@@ -118,7 +118,7 @@ def exchange(
             part.tensor[piece.overlap.within(part.box).slices].copy_(values)
 
 
-def _pieces(stored: Stored, wishes: Sequence[_Wish]) -> Iterator[_Piece]:
+def _pieces(stored: Stored, wishes: Sequence[_WantedBox]) -> Iterator[_Piece]:
     """Yields the overlaps of one tensor, in one order on all ranks."""
     for receiver, number, box in wishes:
         for chunk in stored.chunks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import StateError
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.ranks.failure import Watch
@@ -17,7 +17,7 @@ from autopar.runtime.update.update import Update
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler, as those of torch."""
+    """A learning-rate scheduler like those of torch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state needed to continue."""
@@ -26,20 +26,20 @@ class Scheduler(Protocol):
         """Continues from a saved state."""
 
 
-class Apart(Protocol):
+class IndependentState(Protocol):
     """The additional state of replicas under local updates."""
 
     def saved(self, own: Sequence[Part]) -> list[Part]:
-        """Returns what this rank saves, given its replica's parts; all ranks call it."""
+        """Returns the parts that this rank saves, given its replica's; all ranks call it."""
 
     def wanted(self, own: Sequence[Part], index: Index) -> list[Part]:
-        """Returns what this rank reads, given what its replica's program wants."""
+        """Returns the parts that this rank reads, given those of its replica's program."""
 
     def details(self) -> dict[str, Any]:
         """Returns values that are equal on all ranks."""
 
     def take(self, details: Any) -> None:
-        """Goes on from saved details, or begins anew without any that fit."""
+        """Continues from saved details, or starts from the beginning if none fit."""
 
 
 class Holder(Protocol):
@@ -54,13 +54,13 @@ class Holder(Protocol):
         """Stops this rank if another fails."""
 
     @property
-    def apart(self) -> Apart | None:
+    def independent(self) -> IndependentState | None:
         """The state of independent replicas; None without any."""
 
     loaded: bool
 
     @property
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[LocalTensor]:
         """Everything that this rank stores."""
 
     @property
@@ -72,13 +72,13 @@ class Holder(Protocol):
         """A fingerprint of a program that has work under way between two steps, else ""."""
 
     def drain(self) -> None:
-        """Ends what is under way."""
+        """Completes the work in flight."""
 
     def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
         """Returns the work in flight as a record of bytes and tensors; None if there is none."""
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Goes on with what was under way in a program of the same fingerprint."""
+        """Continues the work that was in flight in a program with the same fingerprint."""
 
     def refresh(self) -> None:
         """Rounds stored parameters again from their masters."""

@@ -1,8 +1,9 @@
 """The contents of a checkpoint, and checkpoint.json, their text, which is strictly validated.
 
 The text has a checksum of itself and of every box of every tensor. Checksums detect damage, not
-forgery: whoever can write the file can write the checksum too. So boxes must tile their tensors
-exactly, and each is stored under a key that states what it is, so that no other can replace it.
+forgery: whoever can write the file can also write the checksum. Therefore boxes must tile their
+tensors exactly, and each box is stored under a key with its tensor and place, so that no other box
+can replace it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Planners for torch.distributed.checkpoint: the boxes that this rank saves or loads.
 
-torch's planners know plain tensors and DTensors, whose parts all have one size. Parts on this rank
-may be uneven, split over several axes along one dimension, or a piece of a fused parameter, so the
-items are made of boxes here. torch's own code removes duplicates, checks the parts for holes and
-overlaps, and cuts the reads out of what was saved.
+torch's planners support plain tensors and DTensors, whose parts have equal sizes. Parts on this
+rank may be uneven, split over several axes along one dimension, or a piece of a fused parameter, so
+the items are made of boxes here. torch's own code removes duplicates, checks the parts for holes
+and overlaps, and cuts the reads out of what was saved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Part:
     Attributes:
         name: name of the tensor in the checkpoint.
         tensor: the elements of the box.
-        box: their place in the whole tensor.
+        box: place of the elements in the whole tensor.
         shape: shape of the whole tensor.
     """
 
@@ -131,8 +131,8 @@ class SavePlanner(DefaultSavePlanner):
 def merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the record of an optimizer that all ranks' records make up; see `Snapshot`.
 
-    Groups stay in their order. A rank of a pipeline may hold no parameter of a group, so that the
-    options which count are those of ranks that do.
+    Groups keep their order. A rank of a pipeline may hold no parameter of a group; the options are
+    taken from ranks that hold one.
     """
     groups: dict[tuple[int, str], dict[str, Any]] = {}
     values: dict[str, Any] = {}

@@ -202,7 +202,7 @@ def reading(read: Callable[[], Found], use: Callable[[Found], Value]) -> Value:
 
 
 def damaged(path: Path, where: str, why: str) -> CheckpointError:
-    """Returns the error of a checkpoint that differs from what was saved."""
+    """Returns the error of a checkpoint that was changed after it was saved."""
     return CheckpointError(
         f"the checkpoint {path} is damaged", where=where, why=why, todo="load an earlier one"
     )

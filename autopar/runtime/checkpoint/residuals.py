@@ -1,8 +1,8 @@
 """Residuals of compressed reductions, which pass from step to step, in a checkpoint.
 
-Every device has its own residual. Those of a parameter of shape (a, b) are saved as one tensor
-(devices, a, b). A program on the same mesh with the same reductions resumes bit for bit. In any
-other program, the devices divide the sum of all residuals equally, and low-rank factors begin
+Every device has its own residual. The residuals of a parameter of shape (a, b) are saved as one
+tensor (devices, a, b). A program on the same mesh with the same reductions resumes bit for bit. In
+any other program, the devices divide the sum of all residuals equally, and low-rank factors begin
 again. A fused parameter that is cut differently begins without a residual.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.ir.storage import REDUCED, Hop
 from autopar.runtime.checkpoint.boxes import Box
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES
@@ -27,7 +27,7 @@ from autopar.runtime.parameters.shards import Weight
 
 
 class _Holder(NamedTuple):
-    """A parameter that this rank holds, and the name of what is kept of it.
+    """A parameter that this rank holds, and the name of its kept tensors.
 
     Attributes:
         held: the parameter.
@@ -35,7 +35,7 @@ class _Holder(NamedTuple):
         name: unlike that of another stage which holds the parameter.
     """
 
-    held: Held
+    held: LocalTensor
     weight: Weight
     name: str
 
@@ -76,7 +76,7 @@ class _Holder(NamedTuple):
         return [axis for axis in self.held.state.comm.mesh.names if axis not in split]
 
 
-def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
+def _holders(held: Sequence[LocalTensor]) -> Iterator[_Holder]:
     """Yields the parameters with compressed reductions; two stages may hold one of them."""
     seen: Counter[str] = Counter()
     for h in held:
@@ -86,8 +86,8 @@ def _holders(held: Sequence[Held]) -> Iterator[_Holder]:
             seen[first] += 1
 
 
-def residual_parts(held: Sequence[Held]) -> list[Part]:
-    """Returns what this rank keeps, to be saved."""
+def residual_parts(held: Sequence[LocalTensor]) -> list[Part]:
+    """Returns the kept tensors of this rank, to be saved."""
     parts = []
     for holder in _holders(held):
         slots = holder.slots
@@ -112,7 +112,7 @@ class Residuals:
         index: the checkpoint.
     """
 
-    def __init__(self, held: Sequence[Held], index: Index) -> None:
+    def __init__(self, held: Sequence[LocalTensor], index: Index) -> None:
         self.parts: list[Part] = []
         self._kept: list[tuple[Memory, str, list[Tensor], int]] = []
         self._held = held
@@ -162,7 +162,7 @@ class Residuals:
         return tensor
 
     def give(self) -> None:
-        """Replaces what is kept by what was read."""
+        """Replaces the kept tensors by those that were read."""
         forget(self._held)
         for memory, slot, rooms, devices in self._kept:
             total = torch.stack([room.sum(0) for room in rooms]).sum(0)
@@ -174,8 +174,8 @@ def _of_one(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def forget(held: Sequence[Held]) -> None:
-    """Drops what is kept: it belongs to other weights."""
+def forget(held: Sequence[LocalTensor]) -> None:
+    """Drops the kept tensors, which belong to other weights."""
     for h in held:
         if h.weight is not None:
             h.weight.memory.clear()

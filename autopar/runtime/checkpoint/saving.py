@@ -20,7 +20,7 @@ from autopar.runtime.ranks.failure import Watch
 class Saving:
     """A checkpoint that is being written, or has been.
 
-    A failure that the user did not ask for is raised by the program's next save or load, on all
+    A failure that the user did not query is raised by the program's next save or load, on all
     ranks; if there is none, the process reports it at its end, with status 1.
 
     Args:

@@ -22,7 +22,7 @@ _RECORD = "record"
 
 
 def parts_under_way(holder: Holder) -> tuple[list[Part], str]:
-    """Returns what is under way on this rank, and the fingerprint of its program, "" for nothing.
+    """Returns the work in flight on this rank, and its program's fingerprint; "" for none.
 
     All ranks call it.
     """

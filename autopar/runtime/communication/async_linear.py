@@ -20,7 +20,7 @@ from autopar.runtime.communication.group import Group
 
 
 def reach_one_another(group: Group) -> bool:
-    """Returns whether the devices of a group can read one another's memory; all its ranks must ask.
+    """Returns whether the devices of a group can read one another's memory; all ranks call it.
 
     They are distinct devices of one host that all processes can access.
     """
@@ -37,7 +37,7 @@ def reach_one_another(group: Group) -> bool:
     return all(host == other and peer in seen for (host, _, seen), (other, peer, _) in pairs)
 
 
-class Around:
+class GroupProducts:
     """Matrix products with a collective of a group before or after them.
 
     Args:
@@ -73,13 +73,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, around: Around, *operands: Tensor | None
+        ctx: Any, x: Tensor, group: GroupProducts, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         half = len(operands) // 2
         weights = [weight for weight in operands[:half] if weight is not None]
-        whole, products = around.gathered(x, [weight.t() for weight in weights])
+        whole, products = group.gathered(x, [weight.t() for weight in weights])
         ctx.save_for_backward(whole, *weights)
-        ctx.around = around
+        ctx.group = group
         return tuple(_plus(*pair) for pair in zip(products, operands[half:], strict=True))
 
     @staticmethod
@@ -90,7 +90,7 @@ class _Gathered(torch.autograd.Function):
         if ctx.needs_input_grad[0]:  # the sum of all products, computed as one
             given = torch.cat(gradients, -1) if len(gradients) > 1 else gradients[0]
             stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
-            into = ctx.around.scattered(given, stacked)
+            into = ctx.group.scattered(given, stacked)
         half = len(weights)
         of_weights = (
             _of_weight(gradient, whole) if wants else None
@@ -107,16 +107,18 @@ class _Scattered(torch.autograd.Function):
     """A linear whose result is scattered; backwards its gradient is gathered as it is used."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, around: Around, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: GroupProducts, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.around = around
-        return _plus(around.scattered(x, weight.t()), bias)
+        ctx.group = group
+        return _plus(group.scattered(x, weight.t()), bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, (into,) = ctx.around.gathered(gradients[0], [weight])
+        whole, (into,) = ctx.group.gathered(gradients[0], [weight])
         of_weight = _of_weight(whole, x) if ctx.needs_input_grad[2] else None
         of_bias = _of_bias(whole) if ctx.needs_input_grad[3] else None
         return into, None, of_weight, of_bias
@@ -135,20 +137,22 @@ def _of_bias(gradient: Tensor) -> Tensor:
 
 
 def gathered_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], around: Around
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: GroupProducts
 ) -> tuple[Tensor, ...]:
     """Returns `F.linear` of the parts of x of all ranks with each weight and bias.
 
     The gradient of x is the sum over ranks.
     """
-    results: tuple[Tensor, ...] = _Gathered.apply(x, around, *weights, *biases)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _Gathered.apply(x, group, *weights, *biases)  # type: ignore[no-untyped-call]
     return results
 
 
-def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
+def scattered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupProducts
+) -> Tensor:
     """Returns this rank's part of the sum over ranks of `F.linear(x, weight)`, plus the bias once.
 
     The gradient of the bias is that of the whole, on every rank.
     """
-    result: Tensor = _Scattered.apply(x, around, weight, bias)  # type: ignore[no-untyped-call]
+    result: Tensor = _Scattered.apply(x, group, weight, bias)  # type: ignore[no-untyped-call]
     return result

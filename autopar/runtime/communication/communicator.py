@@ -25,9 +25,9 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms, directi
 from autopar.ir.collective import GATHERS, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.operators.across import Across, Axes
+from autopar.operators.sharded_operators import Axes, ShardedOperators
 from autopar.runtime.communication.async_linear import (
-    Around,
+    GroupProducts,
     gathered_linears,
     reach_one_another,
     scattered_linear,
@@ -36,7 +36,7 @@ from autopar.runtime.communication.fetch import Fetch
 from autopar.runtime.communication.group import Group
 from autopar.runtime.communication.programmed import programmed
 from autopar.runtime.communication.refetch import Refetch
-from autopar.runtime.offload.activations import Stow
+from autopar.runtime.offload.activations import SavedTensorOffload
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.shards import Weight
 from autopar.runtime.ranks.channel import Channel
@@ -118,7 +118,7 @@ class Groups:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
-    chosen: ChosenAlgorithms = LIBRARY_ONLY  # what runs calls that name no algorithm
+    chosen: ChosenAlgorithms = LIBRARY_ONLY  # algorithms of calls that name none
 
     def __init__(
         self, mesh: Mesh, ranks: Sequence[int] | None = None, peers: Peers | None = None
@@ -182,7 +182,7 @@ class Groups:
         return Group(names, sizes, order, index, self._channels.get(wide))
 
 
-class Communicator(Groups, Across):
+class Communicator(Groups, ShardedOperators):
     """The communication methods of a generated program over one mesh; arguments as in `Groups`.
 
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one returns
@@ -201,7 +201,7 @@ class Communicator(Groups, Across):
     gradients: Gradients | None = None
     fetch: Fetch | None = None
     refetch: Refetch | None = None
-    stow: Stow | None = None
+    stow: SavedTensorOffload | None = None
     widened: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 
     def _wide(self, x: Tensor) -> torch.dtype | None:
@@ -280,7 +280,7 @@ class Communicator(Groups, Across):
     def all_gather_invariant(
         self, x: Tensor, dim: int, axis: Axes, size: int | None = None, by: str = ""
     ) -> Tensor:
-        """S to R: like `all_gather`, for a result used alike everywhere; the gradient is sliced."""
+        """S to R: like `all_gather`, for a result with equal uses; the gradient is sliced."""
         group = self.group(axis, by)
         return self._move(
             x, group, lambda t: group.gather(t, dim, size), lambda g: group.slice(g, dim)
@@ -343,7 +343,7 @@ class Communicator(Groups, Across):
         group, given = self.group(axis), biases or (None,) * len(weights)
         if group.size == 1:
             return tuple(map(F.linear, (x,) * len(weights), weights, given))
-        return gathered_linears(x, weights, given, self._around(group, dim))
+        return gathered_linears(x, weights, given, self._products(group, dim))
 
     def linear_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, axis: Axes
@@ -352,12 +352,12 @@ class Communicator(Groups, Across):
         group = self.group(axis)
         if group.size == 1:
             return F.linear(x, weight, bias)
-        return scattered_linear(x, weight, bias, self._around(group, dim))
+        return scattered_linear(x, weight, bias, self._products(group, dim))
 
-    def _around(self, group: Group, dim: int) -> Around:
+    def _products(self, group: Group, dim: int) -> GroupProducts:
         if group.axes not in self._direct:
             self._direct[group.axes] = reach_one_another(group)
-        return Around(group, dim, self._direct[group.axes])
+        return GroupProducts(group, dim, self._direct[group.axes])
 
     def part(self, size: int, axis: Axes) -> int:
         """Returns this rank's number of elements of a dimension of `size` that `axis` splits."""

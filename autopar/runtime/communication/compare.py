@@ -51,7 +51,7 @@ MOST = 100
 RUN = 0.01  # seconds of a run of short calls
 CALLS = 16  # most calls of a run
 SLOWER = 1.01  # than the winner, at least, is a call that dropped out
-_JUST_BELOW = 0.999  # no call becomes the fastest by what was measured of a larger one
+_JUST_BELOW = 0.999  # factor that keeps a call from winning by the measurement of a larger one
 ROUNDS = (Round(2, 0.0, 3.0), Round(3, 0.05, 1.5), Round(5, 0.2, 1.15), Round(12, 0.5, 1.0))
 QUICK = (Round(1, 0.0, 3.0), Round(3, 0.0, 1.0))
 
@@ -124,7 +124,7 @@ def compare_call(
 def paired_medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Returns the median seconds of every call of a race.
 
-    Those that dropped out early have few samples, of a time when the machine may have been less
+    Calls that dropped out early have few samples, from a time when the machine may have been less
     busy. They are compared with the winner's samples of the same turns.
     """
     longest = max(map(len, samples.values()))
@@ -169,9 +169,9 @@ def race(
     Args:
         everyone: all ranks.
         device: device of this rank.
-        rounds: of the comparison.
+        rounds: rounds of the comparison.
         runs: the calls by name.
-        kept: those that never drop out.
+        kept: names of calls that never drop out.
     """
     clock = partial(_slowest, everyone, device)
     first = {name: clock(run, 1) for name, run in runs.items()}  # opens connections

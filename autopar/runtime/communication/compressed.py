@@ -1,8 +1,8 @@
-"""Reduces gradients that are compressed as `ir/compression/` says, with error feedback.
+"""Reduces compressed gradients by a method of `ir/compression/`, with error feedback.
 
-A device adds what it left out of earlier gradients, its residual, to the gradient that it sends,
-and keeps what the message leaves out of that (Seide et al., Interspeech 2014; Stich et al.,
-arXiv:1809.07599): all that was sent and all residuals add up to the sum of all gradients.
+A device adds its residual, the error of its earlier messages, to the gradient that it sends, and
+keeps the error of the new message as residual (Seide et al., Interspeech 2014; Stich et al.,
+arXiv:1809.07599). All messages and all residuals add up to the sum of all gradients.
 Tensors are compressed one by one: no value depends on which tensors are sent together.
 """
 
@@ -28,7 +28,7 @@ _KERNELS = torch.ops.autopar_kernels
 class Memory(dict[str, Tensor]):
     """Tensors that compressed reductions keep of a parameter from step to step, by their names.
 
-    A step that is not made must leave it as it was, so that what it replaces stays until then.
+    A skipped step must leave it unchanged, so replaced tensors are kept until the step is decided.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Memory(dict[str, Tensor]):
         self._before: dict[str, Tensor | None] = {}
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Replaces a tensor; what is not finite was sent, and is not kept."""
+        """Replaces a tensor; values that are not finite are replaced by 0."""
         self._before.setdefault(name, self.get(name))
         self[name] = value.nan_to_num(0.0, 0.0, 0.0).contiguous()
 
@@ -66,8 +66,8 @@ def reduce_compressed(
         group: the ranks.
         tensors: this rank's gradients; the list is emptied.
         hops: the first hop of each tensor's compressed reduction.
-        memories: what is kept of each parameter from step to step; residuals are under `slot`.
-        slot: the name of this reduction among those of a parameter.
+        memories: the tensors kept of each parameter from step to step; residuals are under `slot`.
+        slot: the name of this reduction among the reductions of a parameter.
     """
     method, dtype = method_of(hops[0].call.compression), tensors[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -112,7 +112,7 @@ class _Packed:
         return TORCH_DTYPES[name] if name else self.dtype
 
     def _fields(self, buffer: Tensor) -> list[list[Tensor]]:
-        """Returns the fields of each tensor's message in a buffer that is packed alike."""
+        """Returns the fields of each tensor's message in a buffer with the same packing."""
         found, start = [], 0
         for n in self.lengths:
             fields = []
@@ -149,9 +149,9 @@ def _by_messages(
     dtype: torch.dtype,
     dims: Sequence[int | None],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns sums by one all_gather, or parts by one all_to_all, and what this rank sent.
+    """Returns sums by one all_gather, or parts by one all_to_all, and this rank's contribution.
 
-    A method without feedback needs not know what it sent.
+    A method without feedback does not need its contribution.
     """
     if dims[0] is None:
         packed = _Packed(method, [x.reshape(1, -1) for x in given], dtype)
@@ -184,9 +184,9 @@ def _by_messages(
 def _in_two_calls(
     group: Group, method: Messages, given: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns sums, each rank summing a part of them, and what this rank sent.
+    """Returns sums, of which each rank computes a part, and this rank's contribution.
 
-    What a rank leaves out of the sum that it encodes counts as left out of its own gradient.
+    The error of the encoded sum counts as an error of the gradient of the rank that encodes it.
     """
     size, me = group.size, group.calls.ranks.index(torch.distributed.get_rank())
     lengths = [x.numel() for x in given]
@@ -232,7 +232,7 @@ def _by_factors(
     memories: Sequence[Memory],
     slot: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns sums, each factor of all tensors in one all_reduce, and what this rank sent."""
+    """Returns sums, with one all_reduce per factor, and this rank's contribution."""
     prefix = f"{slot}_"
     kept: list[dict[str, Tensor]] = [
         {key.removeprefix(prefix): memory[key] for key in memory if key.startswith(prefix)}

@@ -165,7 +165,7 @@ class Group:
         return head, tail
 
     def swap(self, x: Tensor) -> Tensor:
-        """Sends x[i] to the rank with block i; returns, in the same places, what each has sent."""
+        """Sends x[i] to the rank with block i; returns the messages of all ranks, in this order."""
         if self.size == 1:
             return x
         index_of = list(self._by_rank())
@@ -335,7 +335,7 @@ class Group:
         return arrive
 
     def _in_order(self, x: Tensor) -> bool:
-        """Returns whether blocks of rows of x lie in memory in the order of ranks, equally long."""
+        """Returns whether blocks of rows of x are in the order of ranks, with equal lengths."""
         straight = x.is_contiguous() and list(self.order) == sorted(self.order)
         return straight and x.shape[0] % self.size == 0
 

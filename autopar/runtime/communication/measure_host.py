@@ -26,7 +26,7 @@ def host_figures(bench: Bench, group: Group) -> list[Kernel]:
     """Returns the figures of the host as points of a calibration.
 
     Args:
-        bench: of all processes, on their devices.
+        bench: the benchmark of all processes, on their devices.
         group: the processes that a collective joins.
     """
     return [
@@ -50,7 +50,7 @@ def _run(bench: Bench, prepare: Callable[[], Callable[[], object]], count: int) 
 def _problems(
     device: torch.device, group: Group
 ) -> Iterator[tuple[str, Callable[[], Callable[[], object]], int]]:
-    """Yields roles with what prepares a run, and with the number of issues in one."""
+    """Yields each role with a function that prepares a run, and the number of issues in a run."""
     x = torch.ones(ELEMENTS, device=device, requires_grad=True)
     sent = torch.ones(ELEMENTS * group.size, device=device)
     parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=device))

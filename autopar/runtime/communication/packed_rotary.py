@@ -41,7 +41,7 @@ def exchanged(x: Tensor, cos: Tensor, sin: Tensor, group: Group) -> Tensor:
 
     x is (batch, own rows, all heads, width), the result (batch, all rows, own heads, width).
 
-    Rows and heads divide by the size of the group. cos and sin are those of the own rows.
+    The size of the group divides rows and heads. cos and sin belong to this rank's rows.
     """
     if group.size == 1:
         return kernels.rotary(x, cos, sin)

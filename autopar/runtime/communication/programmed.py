@@ -6,8 +6,8 @@ that pieces and levels overlap as far as the backend permits. Sums use the tenso
 order that the program fixes, independently of the order of arrival. A sum is computed on one rank
 and copied to the others, so all ranks get the same bits.
 
-Under gloo data travels once both ends have posted a message. Receivers therefore post theirs a
-round ahead, where no earlier round uses the memory. NCCL matches whole rounds, and gets no others.
+Under gloo, data is sent once both ends have posted a message. Receivers therefore post their
+messages one round ahead, unless an earlier round uses the memory. NCCL gets whole rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.cost.programs.collective_program import CollectiveProgram, Script
 from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms
 from autopar.ir.tensor import part_of
 from autopar.runtime.communication.group import Group
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 
 Span = tuple[int, int, int]  # buffer, first element, number of elements
 _SMALL = 1 << 14  # elements that are sooner copied than received late
@@ -70,7 +70,7 @@ class ProgrammedChannel(Channel):
     """Runs collectives by their algorithms, and by the library if they have none.
 
     The library also runs, or refuses, calls on strided or boolean tensors and on sizes that do not
-    match. All ranks decide alike, because they make calls with equal tensors.
+    match. All ranks decide equally, because they make calls with equal tensors.
 
     Args:
         channel: carries the messages and all other calls.
@@ -106,7 +106,7 @@ class ProgrammedChannel(Channel):
         self._play("reduce_scatter", by, out.numel(), x.nbytes, [whole])
         out.copy_(whole.narrow(0, self._me * out.numel(), out.numel()))
 
-    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
+    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> PendingCall | None:
         """Gathers every rank's x in `out`, both flat; a program completes even with `ahead`."""
         by = self._pick("all_gather", x.nbytes)
         if not by or not _plain(out) or out.numel() != len(self.ranks) * x.numel():
@@ -122,7 +122,7 @@ class ProgrammedChannel(Channel):
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
         ahead: bool = False,
-    ) -> Waiting | None:
+    ) -> PendingCall | None:
         """Sends one block of x to every rank; a program completes even with `ahead`.
 
         The library runs uneven exchanges, which can be sent `ahead`.
@@ -153,7 +153,7 @@ class ProgrammedChannel(Channel):
         if work.passing:
             buffers.append(buffers[0].new_empty(work.passing))
         event = self.recorder.begin(self.name, self.ranks, f"{kind} by {by}", nbytes)
-        _Run(self.handle, self.ranks, buffers).play(work)
+        _Run(self.handle, self.ranks, buffers).execute(work)
         self.recorder.end(event)
 
 
@@ -196,7 +196,7 @@ class _Run:
         self.arriving: dict[int, list[Callable[[], None]]] = {}
         self.leaving: dict[int, list[Callable[[], None]]] = {}
 
-    def play(self, work: _Work) -> None:
+    def execute(self, work: _Work) -> None:
         ahead, posted = self.buffers[0].is_cpu, False
         for messages, following in zip_longest(work.rounds, work.rounds[1:], fillvalue=()):
             now = [m for m in messages if not (posted and m.early)]

@@ -160,7 +160,7 @@ class Refetch:
             yield
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Returns what autograd saves: the tensor itself unless it is a parameter's."""
+        """Returns the object that autograd saves: the tensor, unless it belongs to a parameter."""
         known = self._known.get(torch_private.storage_id(tensor))
         if known is None:
             return tensor

@@ -5,8 +5,8 @@ with mesh.stowed():
 
 Autograd's saved tensors are copied storage by storage, each once; parameters and the batch stay on
 the device. When the backward needs the first tensor of a block, all tensors of the block return. On
-accelerators copies overlap with computation: a block leaves while the next one computes, and
-returns while the backward computes the one after it.
+accelerators, copies overlap with computation: a block is copied to the host while the next block
+computes, and back while the backward computes the block after it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import torch_private
-from autopar.runtime.offload.host_streams import Host, Put, Taken
+from autopar.runtime.offload.host_streams import Host, OffloadCopy, ReloadCopy
 
 
-class _Stowed:
+class _OffloadedStorage:
     """One storage in host memory.
 
     Attributes:
@@ -33,9 +33,9 @@ class _Stowed:
         back: its bytes on the device, once requested.
     """
 
-    def __init__(self, put: Put) -> None:
+    def __init__(self, put: OffloadCopy) -> None:
         self.put = put
-        self.back: Taken | None = None
+        self.back: ReloadCopy | None = None
 
 
 class _Block:
@@ -49,10 +49,11 @@ class _Block:
     def __init__(self, host: Host, before: _Block | None) -> None:
         self._host = host
         self._before = None if before is None else weakref.ref(before)
-        self._coming: list[Taken] = []
-        self.stowed: dict[weakref.ref[_Stowed], None] = {}  # including earlier blocks' storages
+        self._coming: list[ReloadCopy] = []
+        # Including the storages of earlier blocks.
+        self.stowed: dict[weakref.ref[_OffloadedStorage], None] = {}
 
-    def _alive(self) -> Iterator[_Stowed]:
+    def _alive(self) -> Iterator[_OffloadedStorage]:
         return (stowed for ref in self.stowed if (stowed := ref()) is not None)
 
     def depart(self) -> None:
@@ -63,12 +64,12 @@ class _Block:
                 self._coming.append(stowed.back)
 
     def come(self) -> None:
-        """Brings it back; the previous block starts to return beside the next computation."""
+        """Brings it back; the previous block starts to return during the next computation."""
         self.depart()
         self.arrived()
         before = None if self._before is None else self._before()
         self._before = None
-        if before is not None and self._host.beside:
+        if before is not None and self._host.overlaps:
             before.depart()
 
     def arrived(self) -> None:
@@ -87,7 +88,7 @@ class _Block:
 class _View:
     """A saved tensor of a block: a view of a storage in host memory."""
 
-    stowed: _Stowed
+    stowed: _OffloadedStorage
     block: _Block
     dtype: torch.dtype
     size: torch.Size
@@ -95,7 +96,7 @@ class _View:
     offset: int
 
 
-class Stow:
+class SavedTensorOffload:
     """The offloaded saved tensors of one program's blocks.
 
     Args:
@@ -105,7 +106,7 @@ class Stow:
     def __init__(self, device: torch.device) -> None:
         self._device, self._inside = device, False
         self._staying: set[int] = set()
-        self._known: dict[int, tuple[Any, weakref.ref[_Stowed]]] = {}
+        self._known: dict[int, tuple[Any, weakref.ref[_OffloadedStorage]]] = {}
         self._blocks: list[_Block] = []
 
     @cached_property
@@ -139,7 +140,7 @@ class Stow:
         """Returns the context of a block whose saved tensors are offloaded.
 
         Args:
-            packed: maps a tensor to what is saved instead; the tensor itself by default.
+            packed: maps a tensor to the object saved in its place; by default the tensor itself.
             unpack: the inverse of `packed`.
         """
         before = self._blocks[-1] if self._blocks else None
@@ -170,7 +171,7 @@ class Stow:
         stowed = known()
         if stowed is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stowed = _Stowed(self._host.put(whole))
+            stowed = _OffloadedStorage(self._host.put(whole))
             gone = weakref.ref(storage, lambda _: self._known.pop(key, None))
             self._known[key] = (gone, weakref.ref(stowed))
         block, place = self._blocks[-1], int(tensor.storage_offset())

@@ -1,7 +1,7 @@
 """Copies between a device and its host: pinned memory, with one stream per direction.
 
-On a CPU the host's memory is the device's; a copy there is made at once, so that a device's memory
-is counted alike everywhere.
+On a CPU, host and device share their memory; a copy is nevertheless made, immediately, so that
+device memory is counted equally on all devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass
-class Put:
+class OffloadCopy:
     """A tensor on its way to host memory.
 
     Attributes:
@@ -28,7 +28,7 @@ class Put:
 
 
 @dataclass
-class Taken:
+class ReloadCopy:
     """A tensor on its way back: its destination, and the event of arrival, None if immediate."""
 
     tensor: Tensor
@@ -49,15 +49,15 @@ class Host:
         device: the device.
 
     Attributes:
-        beside: whether copies overlap with computation.
+        overlaps: whether copies overlap with computation.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.beside = device, device.type == "cuda"
-        self._there = torch.cuda.Stream(device) if self.beside else None
-        self._back = torch.cuda.Stream(device) if self.beside else None
+        self.device, self.overlaps = device, device.type == "cuda"
+        self._there = torch.cuda.Stream(device) if self.overlaps else None
+        self._back = torch.cuda.Stream(device) if self.overlaps else None
 
-    def put(self, tensor: Tensor, into: Tensor | None = None) -> Put:
+    def put(self, tensor: Tensor, into: Tensor | None = None) -> OffloadCopy:
         """Starts copying a tensor to host memory.
 
         Args:
@@ -66,28 +66,28 @@ class Host:
         """
         if into is None:
             shape, dtype = tensor.shape, tensor.dtype
-            into = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.beside)
+            into = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.overlaps)
         if self._there is None:
             into.copy_(tensor)
-            return Put(into)
+            return OffloadCopy(into)
         self._there.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._there):
             into.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._there)
-        return Put(into, tensor, done)
+        return OffloadCopy(into, tensor, done)
 
-    def gone(self, put: Put) -> None:
+    def gone(self, put: OffloadCopy) -> None:
         """Frees the memory on the device for later computation."""
         if put.done is not None and put.source is not None:
             torch.cuda.current_stream(self.device).wait_event(put.done)
             put.source = None
 
-    def take(self, put: Put) -> Taken:
+    def take(self, put: OffloadCopy) -> ReloadCopy:
         """Starts copying back; its memory on the device is allocated at once."""
         tensor = torch.empty(put.host.shape, dtype=put.host.dtype, device=self.device)
         if self._back is None:
-            return Taken(tensor.copy_(put.host))
+            return ReloadCopy(tensor.copy_(put.host))
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._back):
             if put.done is not None:
@@ -95,4 +95,4 @@ class Host:
             tensor.copy_(put.host, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._back)
-        return Taken(tensor, done)
+        return ReloadCopy(tensor, done)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.ir.offload import rows
-from autopar.runtime.offload.host_streams import Host, Put, Taken
+from autopar.runtime.offload.host_streams import Host, OffloadCopy, ReloadCopy
 
 if TYPE_CHECKING:
     from autopar.runtime.parameters.shards import Weights
@@ -56,7 +56,7 @@ class HostState:
         self._wholes = dict(wholes or {})
         self._host = Host(device)
         self._rows = [list(row) for row in rows]
-        self._puts: dict[tuple[int, Any], Put] = {}
+        self._puts: dict[tuple[int, Any], OffloadCopy] = {}
         self.masters = {id(p): p.detach() for row in rows for p in row if id(p) in masters}
 
     def settle(self) -> None:
@@ -78,13 +78,13 @@ class HostState:
         gradients = [[parameter.grad for parameter in row] for row in self._rows]
         for row in self._rows:
             _give(row, [None] * len(row))
-        going: list[Put] = []
+        going: list[OffloadCopy] = []
         try:
             coming = self._come(0)
             for number, row in enumerate(self._rows):
                 for (kept, key), taken in coming:
                     kept[key] = taken.wait()
-                coming = self._come(number + 1) if self._host.beside else []
+                coming = self._come(number + 1) if self._host.overlaps else []
                 self._fill(row)
                 _give(row, gradients[number])
                 step()
@@ -94,7 +94,7 @@ class HostState:
                 for put in going:
                     self._host.gone(put)
                 going = self._go(row)
-                coming = coming if self._host.beside else self._come(number + 1)
+                coming = coming if self._host.overlaps else self._come(number + 1)
         finally:
             for put in going:
                 self._host.gone(put)
@@ -124,7 +124,7 @@ class HostState:
             if id(parameter) in self.masters:
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
-    def _come(self, number: int) -> list[tuple[Slot, Taken]]:
+    def _come(self, number: int) -> list[tuple[Slot, ReloadCopy]]:
         """Starts copying a bucket to the device."""
         if number >= len(self._rows):
             return []
@@ -133,11 +133,11 @@ class HostState:
             for kept, key in self._slots(self._rows[number])
         ]
 
-    def _put_of(self, kept: MutableMapping[Any, Any], key: Any) -> Put:
+    def _put_of(self, kept: MutableMapping[Any, Any], key: Any) -> OffloadCopy:
         put = self._puts.get((id(kept), key))
-        return put if put is not None and put.host is kept[key] else Put(kept[key])
+        return put if put is not None and put.host is kept[key] else OffloadCopy(kept[key])
 
-    def _go(self, row: Sequence[nn.Parameter]) -> list[Put]:
+    def _go(self, row: Sequence[nn.Parameter]) -> list[OffloadCopy]:
         """Starts copying a bucket back into its host memory."""
         puts = []
         for kept, key in self._slots(row):
@@ -162,8 +162,8 @@ def buckets(weights: Sequence[Weights], nbytes: int) -> list[list[nn.Parameter]]
     """Returns the trained parameters of programs in buckets, by the largest part of any rank.
 
     Args:
-        weights: of the programs.
-        nbytes: of parameters whose state is copied together, approximately.
+        weights: weights of the programs.
+        nbytes: bytes of parameters whose state is copied together, approximately.
     """
     sized = [
         _Sized(own, math.prod(w.storage.updated.local_shape(w.type.shape, each.comm.mesh))

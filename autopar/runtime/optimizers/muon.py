@@ -28,7 +28,7 @@ from autopar.ir.update import ADAMW, Products, Rule, State
 from autopar.ir.update.update_rules import DEALT
 
 if TYPE_CHECKING:
-    from autopar.runtime.update.owners import Dealt, Owners
+    from autopar.runtime.update.owners import OwnedWeight, Owners
 
 NAME = "muon"
 MUON: dict[str, Any] = {
@@ -122,10 +122,10 @@ def muon(
     A head that shares no weight with an embedding is a matrix; name it to leave it to AdamW.
 
     Args:
-        adamw: options of `torch.optim.AdamW` for what it updates, {"lr": 3e-4}.
-        adamw_names: patterns of names of matrices that AdamW updates, too, ("lm_head.weight",).
+        adamw: options of `torch.optim.AdamW` for its parameters, such as {"lr": 3e-4}.
+        adamw_names: patterns of names of matrices that AdamW also updates, ("lm_head.weight",).
         dtype: of the Newton-Schulz iteration: "bf16", or "own" for that of the parameter.
-        **options: of `torch.optim.Muon`, with its defaults.
+        **options: options of `torch.optim.Muon`, with its defaults.
 
     Raises:
         OptionError: there is no such option or dtype.
@@ -146,7 +146,7 @@ class Muon(Optimizer):
         groups: parameters with their options.
 
     Attributes:
-        owners: what ranks update for one another; () if this process has whole parameters only.
+        owners: the owned parameters; () if this process has whole parameters only.
 
     Raises:
         ValueError: a parameter in a group of "muon" is not a matrix, or there is no such algorithm.
@@ -193,14 +193,14 @@ class Muon(Optimizer):
                     self._apply(parameter, orthogonal(direction, group), parameter.shape, group)
 
     def _by_owners(
-        self, owners: Owners, items: list[Dealt], group_of: Mapping[int, dict[str, Any]]
+        self, owners: Owners, items: list[OwnedWeight], group_of: Mapping[int, dict[str, Any]]
     ) -> None:
         """Updates matrices of which one rank each orthogonalises the direction."""
 
-        def group(item: Dealt) -> dict[str, Any]:
+        def group(item: OwnedWeight) -> dict[str, Any]:
             return group_of[id(item.weight.updated)]
 
-        def given(item: Dealt) -> list[Tensor]:
+        def given(item: OwnedWeight) -> list[Tensor]:
             direction = self._direction(item.weight.updated, group(item))
             return [direction.bfloat16() if group(item)["dtype"] == "bf16" else direction]
 
@@ -212,7 +212,7 @@ class Muon(Optimizer):
         )
 
     def _direction(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Updates the momentum of this rank's part; returns what is to be orthogonalised."""
+        """Updates the momentum of this rank's part; returns the matrix to orthogonalise."""
         state, momentum, gradient = self.state[parameter], group["momentum"], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -255,7 +255,7 @@ def orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def _factor(adjust: str | None, rows: int, columns: int) -> float:
-    """Returns by what the rate of a matrix is multiplied; see `torch.optim.Muon`."""
+    """Returns the factor of a matrix's learning rate; see `torch.optim.Muon`."""
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns)) if adjust in (None, "original") else 1.0

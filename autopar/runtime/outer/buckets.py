@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.outer.method import Method
 from autopar.runtime.parameters.shards import Weight, Weights
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 
 Key = tuple[int, torch.dtype, frozenset[str]]  # fragment, dtype, axes
 LIMIT = 2**25  # bytes of a bucket; one larger tensor forms its own
@@ -45,7 +45,7 @@ class Bucket:
     device: torch.device
     states: dict[str, Tensor] = field(default_factory=dict)
     message: Tensor | None = None
-    work: Waiting | None = None
+    work: PendingCall | None = None
     sent: Tensor | None = None
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class Bucket:
     def send(self, message: Tensor, channel: Channel, quantised: bool) -> None:
         """Starts the sum of a flat tensor over the peers, which overlaps with computation."""
         if not quantised:
-            self.message, self.work = message, channel.all_reduce_beside(message)
+            self.message, self.work = message, channel.all_reduce_async(message)
             return
         own = pack([message.float().view(1, -1)]).view(-1)
         self.message = own.new_empty(len(channel.ranks) * own.numel())
@@ -121,20 +121,20 @@ class Bucket:
 
 
 def buckets_of(
-    weights: Sequence[Weights], method: Method, device: torch.device, apart: Collection[str] = ()
+    weights: Sequence[Weights], method: Method, device: torch.device, separate: Collection[str] = ()
 ) -> list[Bucket]:
     """Returns the buckets of all trained tensors of a device.
 
     Args:
-        weights: of the program, or of its local stages.
+        weights: weights of the program, or of its local stages.
         method: the outer method.
         device: the device of the program.
-        apart: names of parameters that get separate buckets, because other devices of the replica
-            hold them together with other parameters.
+        separate: names of parameters that get separate buckets, because other devices of the
+            replica hold them together with other parameters.
     """
     found = []
     for own in weights:
-        for together, fragment in _together(own, method, apart):
+        for together, fragment in _together(own, method, separate):
             places = [own.masters.get(id(w.updated), w.updated) for w in together]
             keys = [id(w.updated) for w in together]
             found.append(Bucket(places, keys, fragment, device))
@@ -144,7 +144,7 @@ def buckets_of(
 
 
 def _together(
-    weights: Weights, method: Method, apart: Collection[str]
+    weights: Weights, method: Method, separate: Collection[str]
 ) -> Iterator[tuple[list[Weight], int]]:
     """Yields the weights and the fragment of every bucket."""
     trained = [w for w in weights.all if w.updated.requires_grad]
@@ -155,7 +155,7 @@ def _together(
     for weight, size in zip(trained, sizes, strict=True):
         fragment = min(method.fragments - 1, method.fragments * (2 * before + size) // (2 * total))
         before += size
-        if weight.name in apart:
+        if weight.name in separate:
             yield [weight], method.fragments - 1
             continue
         # Use sizes of whole tensors, because all devices must form the same fragments.

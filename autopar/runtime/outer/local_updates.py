@@ -21,7 +21,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.runtime.calls.batches import Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import Part
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.buckets import buckets_of
 from autopar.runtime.outer.method import ANCHOR
@@ -49,7 +49,7 @@ class LocalUpdates:
         program: the program of this device's replica.
         outer: how replicas synchronise.
         mesh: all devices.
-        peers: of the replica; see `Peers.within`.
+        peers: peers of the replica; see `Peers.within`.
         sliced: whether every rank passes the batch of all replicas instead of its own part.
         evaluate: ANCHOR, AVERAGE, or "" for the anchor if the method has one.
 
@@ -60,7 +60,7 @@ class LocalUpdates:
         replicas: number of replicas.
         index: number of this device's replica.
         watch: stops this rank if another fails.
-        apart: the additional state that replicas save and load.
+        independent: the additional state that replicas save and load.
     """
 
     watch: Watch
@@ -88,15 +88,15 @@ class LocalUpdates:
         self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
         self._intake = Intake(self._device, everyone.everyone)
-        self.apart = ReplicaState(self)
+        self.independent = ReplicaState(self)
         self._survivors = Survivors.of(outer, mesh, self._lease)
         alone = self._survivors is not None  # then ranks watch their own replica only
         self.watch = program.watch if alone else Watch.over(range(mesh.size))
         self.watch.start()
         if program.loaded:
             self._alike(channel)
-        apart = _copied(program) if isinstance(program, Pipeline) else frozenset()
-        buckets = buckets_of(self._weights, self.method, self._device, apart)
+        separate = _copied(program) if isinstance(program, Pipeline) else frozenset()
+        buckets = buckets_of(self._weights, self.method, self._device, separate)
         self.rounds = Rounds(
             self.method, outer.tau, buckets, channel, self._slowest, self._gather, self._survivors
         )
@@ -216,7 +216,7 @@ class LocalUpdates:
         return self.program.grad_norm
 
     @property
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[LocalTensor]:
         """The state of this rank's replica on this rank."""
         return self.program.held
 

@@ -37,7 +37,7 @@ class Attendance:
         silent: seconds after which a rank without a heartbeat is lost.
 
     Attributes:
-        replicas: those that are left.
+        replicas: the remaining replicas.
     """
 
     def __init__(self, rank: int, replicas: Sequence[tuple[int, ...]], silent: float) -> None:
@@ -156,7 +156,7 @@ class Attendance:
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Turns the loss of the store into an error that says so."""
+    """Returns a context that raises an error with an explanation if the store is lost."""
     try:
         yield
     except RuntimeError as error:

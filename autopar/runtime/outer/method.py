@@ -13,7 +13,7 @@ from autopar.errors import OptionError
 from autopar.ir.update import State, Update
 
 OFF = "off"
-ANCHOR, AVERAGE = "anchor", "average"  # what is evaluated
+ANCHOR, AVERAGE = "anchor", "average"  # weights to evaluate
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Now:
+class LearningRates:
     """The learning rates at an outer update.
 
     Attributes:
@@ -130,13 +130,13 @@ class Method(ABC):
         """Returns the names of all flat tensors of the size of the parameters.
 
         The sum in flight of a late or delayed method is one of them, "message"; other sums use a
-        buffer of bounded size. If others continue when a replica is lost, all sums arrive before
-        any is used, and what was "sent" is kept to be sent again.
+        buffer of bounded size. If the other replicas continue after the loss of one, all sums
+        arrive before any is used, and a copy of the "sent" tensors is kept for sending them again.
         """
         message = ("message",) if self.late or self.delay or goes_on else ()
         return (*self.states, *message, *(("sent",) if goes_on else ()))
 
-    def beside(self, update: Update, goes_on: bool = False) -> Update:
+    def added_to(self, update: Update, goes_on: bool = False) -> Update:
         """Returns the update of a step with the additional states of this method."""
         for name in self.kept(goes_on):
             update = update.with_state(State(f"outer_{name}"))
@@ -165,7 +165,9 @@ class PromptMethod(Method):
     """An outer method that applies an average when it arrives, at the end of its round."""
 
     @abstractmethod
-    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+    def update(
+        self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: LearningRates
+    ) -> None:
         """Changes parameters x and the states in place, given the average of `outgoing`."""
 
 
@@ -176,7 +178,12 @@ class LateMethod(Method):
 
     @abstractmethod
     def exchange(
-        self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
+        self,
+        x: Tensor,
+        message: Tensor,
+        arrived: bool,
+        states: Mapping[str, Tensor],
+        now: LearningRates,
     ) -> None:
         """Ends a round of a late method: updates x and the states, and writes the next message.
 

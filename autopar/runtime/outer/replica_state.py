@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.boxes import Box
-from autopar.runtime.checkpoint.contents import Held
+from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import decode
@@ -117,7 +117,7 @@ class ReplicaState:
 
     def _parts(self, bucket: Bucket, states: Mapping[str, Tensor], first: bool) -> list[Part]:
         """Returns a bucket's flat tensors as parts with the shapes of the parameters."""
-        held: dict[int, Held] = {id(h.updated): h for h in self._program.held}
+        held: dict[int, LocalTensor] = {id(h.updated): h for h in self._program.held}
         return [
             Part(f"outer.{state}.{h.name}", part, h.updated_box, h.shape)
             for state, flat in states.items()

@@ -1,4 +1,4 @@
-"""Clock of a round: seconds of its local steps, and what a synchronisation takes from them."""
+"""Clock of a round: seconds of its local steps, and by how much synchronisation slows them down."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def best_tau(sync: float, step: float, late: bool, taken: float = 0.0) -> int:
 class RoundClock:
     """Times one round after another.
 
-    A local step is the time between a call of `left` and the next one of `arrived`: all that the
-    program does apart from synchronising.
+    A local step is the time between a call of `left` and the next call of `arrived`: everything
+    that the program does except for synchronising.
 
     Attributes:
         waited: seconds that this rank waited for messages in this round.
     """
 
     def __init__(self) -> None:
-        # Seconds of the last steps, with nothing on its way beside them, and with a message.
+        # Seconds of the last steps without, and with, a message in flight.
         self._last: tuple[deque[float], deque[float]] = (deque(maxlen=SEEN), deque(maxlen=SEEN))
         self.start()
 
@@ -75,7 +75,7 @@ class RoundClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts seconds as those of waiting."""
+        """Returns a context whose seconds count as waiting."""
         start = time.perf_counter()
         try:
             yield
@@ -91,8 +91,8 @@ class RoundClock:
     def taken(self) -> float:
         """Returns the seconds that a synchronisation takes from steps although it overlaps.
 
-        They are those of the outer update, and those by which a message slows steps down, as far as
-        the last steps show it.
+        They are the seconds of the outer update, plus the seconds by which messages slow steps
+        down, estimated from the last steps.
         """
         alone, beside = self._last
         slower = 0.0

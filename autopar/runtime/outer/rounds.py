@@ -2,7 +2,7 @@
 
 Replicas exchange further data (losses, seconds, numbers that must be equal) together with the
 messages, so that steps wait for the slow axes only at the end of a round. Data about other replicas
-therefore describes the last round, or with a late method the one before.
+therefore describes the last round, or with a late method the round before it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from autopar.ir.replicas.tau import Tau
 from autopar.runtime.outer.buckets import Bucket
-from autopar.runtime.outer.method import LateMethod, Method, Now, PromptMethod
+from autopar.runtime.outer.method import LateMethod, LearningRates, Method, PromptMethod
 from autopar.runtime.outer.round_clock import FEW, RoundClock, best_tau
 from autopar.runtime.outer.survivors import Survivors
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 
 _STEADY = 0.1  # relative change of seconds that changes nothing
 _LOSS, _STEP, _SYNC, _TAKEN = range(4)  # positions in a replica's report
@@ -35,11 +35,11 @@ class Report:
         number: number of completed rounds.
         tau: steps of the next round.
         loss: mean over replicas and steps of the last round that all have reported; NaN before.
-        step_seconds: seconds of a local step on the slowest device, beside messages or not.
+        step_seconds: seconds of a local step on the slowest device, with or without messages.
         sync_seconds: seconds from the first send to the last arrival on the slowest device.
         waited: seconds that this rank waited at the end of the last round.
-        taken_seconds: of a round, which a synchronisation takes from the steps of the slowest
-            device although it overlaps: the outer update, and slower steps.
+        taken_seconds: seconds of a round, which a synchronisation takes from the steps of the
+            slowest device although it overlaps: the outer update, and slower steps.
     """
 
     number: int = 0
@@ -64,7 +64,7 @@ class Rounds:
         survivors: continues without lost replicas; None if all stop.
 
     Attributes:
-        report: of the last round.
+        report: report of the last round.
         steps: number of steps so far.
         at: number of steps in this round.
         count: number of replicas.
@@ -90,7 +90,7 @@ class Rounds:
         self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
         self._facts: Tensor | None = None  # of all replicas, and of this one
         self._told = torch.empty(0)
-        self._telling: Waiting | None = None
+        self._telling: PendingCall | None = None
         self._departed, self.clock = 0.0, RoundClock()
         self.report = self._first()
 
@@ -98,7 +98,7 @@ class Rounds:
         """Counts a local step and runs the synchronisation that is due after it.
 
         Args:
-            loss: of this replica.
+            loss: loss of this replica.
             rate: the inner learning rate.
         """
         self.clock.arrived(self._sending)
@@ -106,7 +106,7 @@ class Rounds:
         self.at += 1
         self._losses += loss.detach().double()
         self.highest = max(self.highest, rate)
-        now = Now(rate, self.highest or 1.0)
+        now = LearningRates(rate, self.highest or 1.0)
         self._look()
         if isinstance(self.method, PromptMethod):
             self._prompt(self.method, now)
@@ -127,7 +127,7 @@ class Rounds:
 
     # Synchronisation ------------------------------------------------------------------------------
 
-    def _prompt(self, method: PromptMethod, now: Now) -> None:
+    def _prompt(self, method: PromptMethod, now: LearningRates) -> None:
         """Sends and applies the fragments that are due."""
         tau, count = self.report.tau, method.fragments
         changed = False
@@ -176,12 +176,12 @@ class Rounds:
         for bucket in waiting:
             bucket.arrive(self.count, self.method.quantised)
 
-    def _works(self, buckets: Sequence[Bucket]) -> list[Waiting]:
+    def _works(self, buckets: Sequence[Bucket]) -> list[PendingCall]:
         works = [bucket.work for bucket in buckets]
         return [work for work in (*works, self._telling) if work is not None]
 
     @torch.no_grad()
-    def _use(self, method: PromptMethod, bucket: Bucket, now: Now) -> None:
+    def _use(self, method: PromptMethod, bucket: Bucket, now: LearningRates) -> None:
         values = bucket.values()
         if bucket.message is None:
             self._depart()
@@ -194,7 +194,7 @@ class Rounds:
         bucket.message = None
 
     @torch.no_grad()
-    def _exchange(self, method: LateMethod, now: Now) -> None:
+    def _exchange(self, method: LateMethod, now: LearningRates) -> None:
         """Ends a round of a late method."""
         if self.survivors is not None:
             self._gathered(self.buckets, self.survivors)
@@ -251,7 +251,7 @@ class Rounds:
             loss, step, sync, taken = heard
             if math.isnan(self.first_loss):
                 self.first_loss = loss
-            if sync > 0:  # a late method's first report knows of no message that has arrived
+            if sync > 0:  # no message has arrived before a late method's first report
                 measured = self._measured(sync, step, taken)
             report = replace(
                 report, loss=loss, step_seconds=step, sync_seconds=sync, taken_seconds=taken
@@ -263,15 +263,15 @@ class Rounds:
 
     def _measured(self, sync: float, step: float, taken: float) -> int:
         late, before = self.method.late, self.report.tau
-        sync *= 1 + _STEADY * late  # what is late once is exposed
+        sync *= 1 + _STEADY * late  # a late message is exposed
         best = best_tau(sync, step, late, taken)
         return before if (1 - _STEADY) * before <= best <= before else best
 
     def _first(self) -> Report:
-        """Returns what is known before the first round.
+        """Returns the report before the first round.
 
-        If tau is measured, it has as many steps as show how long one takes with no message beside
-        it: later rounds may have no such steps.
+        If tau is measured, the first round is long enough to measure steps without a message: later
+        rounds may have no such steps.
         """
         return Report(tau=self._choose(math.nan, FEW))
 
@@ -291,7 +291,7 @@ class Rounds:
         assert self._facts is not None
         self._telling = None
         if self.channel is not None:
-            self._telling = self.channel.all_reduce_beside(self._facts)
+            self._telling = self.channel.all_reduce_async(self._facts)
 
     def _hear(self) -> list[float] | None:
         """Returns the means of the replicas' reports; None if no replica has reported."""

@@ -12,7 +12,7 @@ from autopar.errors import OptionError, ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.outer.membership import Attendance
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 from autopar.runtime.ranks.shared import Lease, Peers
 
 SILENT = 10.0  # seconds without a sign of life after which a rank is lost
@@ -25,7 +25,7 @@ class Survivors:
     Args:
         attendance: who is alive.
         peers: all processes.
-        lease: of the present group of this rank's peers.
+        lease: lease of the present group of this rank's peers.
         place: position of this rank in its replica.
     """
 
@@ -49,11 +49,11 @@ class Survivors:
         own = next(ranks for ranks in replicas if peers.rank in ranks)
         return cls(Attendance(peers.rank, replicas, SILENT), peers, lease, own.index(peers.rank))
 
-    def agree(self, works: Sequence[Waiting]) -> bool:
+    def agree(self, works: Sequence[PendingCall]) -> bool:
         """Returns whether all calls of all ranks have succeeded; the same on every rank."""
         return self._attendance.agree(lambda: _ended(works))
 
-    def regroup(self, works: Sequence[Waiting]) -> Channel | None:
+    def regroup(self, works: Sequence[PendingCall]) -> Channel | None:
         """Leaves out lost replicas, and returns the new channel of this rank's peers.
 
         Args:
@@ -82,7 +82,7 @@ class Survivors:
         self._lease = self._peers.left("outer", ranks)
         return self._lease.channels[0]
 
-    def _end(self, works: Sequence[Waiting]) -> None:
+    def _end(self, works: Sequence[PendingCall]) -> None:
         """Closes the old group once its calls have ended.
 
         A rank whose neighbour is lost closes first, which ends the calls of its other neighbour. If
@@ -96,7 +96,7 @@ class Survivors:
         self._lease = None
 
     def refuse(self, what: str) -> None:
-        """Raises ProgramError if a replica is lost, for what needs all ranks."""
+        """Raises ProgramError if a replica is lost, for an operation that needs all ranks."""
         if self.anyone:
             raise ProgramError(
                 f"{what} needs all ranks, and a replica is lost",
@@ -115,7 +115,7 @@ class Survivors:
             self._lease.close()
 
 
-def _ended(works: Sequence[Waiting]) -> bool | None:
+def _ended(works: Sequence[PendingCall]) -> bool | None:
     """Returns whether all calls have succeeded, False if one failed, None if some still run."""
     done = [work for work in works if work.is_completed()]
     try:

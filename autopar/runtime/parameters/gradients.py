@@ -48,8 +48,8 @@ class Gradients:
     """The gradients of one step on one device.
 
     Args:
-        weights: the parameters; those of further stages on this mesh are added to `weights`.
-        device: their device.
+        weights: the parameters; parameters of further stages on this mesh are appended later.
+        device: device of the parameters.
         rounds: backwards per step.
         order: id of an updated tensor -> number; only gradients with one number are sent together.
         room: returns a flat tensor for the gradient shards of some parameters, or None.
@@ -138,13 +138,13 @@ class Gradients:
         return done
 
     def give_up(self) -> None:
-        """Leave what autograd has added up where it is, for who sums it over the devices."""
+        """Leaves accumulated gradients in place, for callers that sum them over the devices."""
         self._left.clear()
 
     def saved(self, weight: Weight, put: Callable[[Tensor], Any]) -> Any:
-        """Returns what is accumulated of a parameter, with `put` of each tensor; None for nothing.
+        """Returns a parameter's accumulated gradients, each passed through `put`; None without any.
 
-        Between two microbatches, when nothing waits to be sent.
+        It must be called between two microbatches, when no gradient waits to be sent.
         """
         known, left = self._sums.get(id(weight)), weight in self._left
         if known is None and not left:

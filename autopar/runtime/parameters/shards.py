@@ -44,7 +44,7 @@ class Weight:
         hops: its collectives in a step.
         sent: the dtype in which its gradient is sent.
         block: parameters of one block are gathered together.
-        memory: what compressed reductions keep of it from step to step, by their names.
+        memory: tensors that compressed reductions keep of it from step to step, by name.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Weights:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Those of `updated` that have gradients."""
+        """The tensors of `updated` that have gradients."""
         return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
 
     @property
@@ -271,7 +271,7 @@ class Bucket:
         self._filled: dict[Way, int] = {}  # bytes waiting
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
-        """Adds a tensor; returns what arrives: nothing until its buffer is full."""
+        """Adds a tensor; returns the received tensors, none until its buffer is full."""
         way = weight.way(self._when), self._order.get(id(weight.updated), 0)
         self._waiting.setdefault(way, []).append((weight, tensor))
         self._filled[way] = self._filled.get(way, 0) + self._nbytes(weight, tensor)
@@ -302,7 +302,7 @@ class Bucket:
         self._filled.clear()
 
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
-        """Sends the tensors waiting under one key; returns what arrives."""
+        """Sends the tensors waiting under one key; returns the received tensors."""
         together = self._waiting.pop(way)
         del self._filled[way]
         weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]

@@ -42,13 +42,13 @@ class WholeCounts:
 
     @torch.no_grad()
     def __call__(
-        self, parts: Sequence[Mapping[str, Tensor]], apart: bool, peers: Peers
+        self, parts: Sequence[Mapping[str, Tensor]], local: bool, peers: Peers
     ) -> dict[str, Tensor]:
         """Returns the counts of the whole batch, scalars by name.
 
         Args:
             parts: this rank's inputs of each microbatch.
-            apart: whether ranks pass different parts of a batch; each repeats its part to the size
+            local: whether ranks pass different parts of a batch; each repeats its part to the size
                 of the whole, counts as often, and the mean over ranks is the count.
             peers: the ranks of the program.
         """
@@ -56,7 +56,7 @@ class WholeCounts:
         for name, graph in self.graphs.items():
             sums = [next(iter(run(graph, _grown(graph, part)).values())) for part in parts]
             total = torch.stack([value.double() for value in sums]).sum()
-            if apart and peers.everyone is not None:
+            if local and peers.everyone is not None:
                 peers.everyone.all_reduce(total)
                 total = total / peers.world
             counts[name] = total.to(sums[0].dtype).reshape(sums[0].shape)

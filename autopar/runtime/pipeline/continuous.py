@@ -30,13 +30,13 @@ from autopar.ir.action import COPIES, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Acti
 from autopar.ir.pipeline_step import ahead, at_period, draining, in_update, versions
 from autopar.runtime.pipeline.group_options import GroupOptions
 from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
-from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
+from autopar.runtime.pipeline.interpreter import EXECUTED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.sums import Sums
 from autopar.runtime.pipeline.tied_copies import Copies
 from autopar.runtime.pipeline.versions import Versions
-from autopar.runtime.ranks.channel import Waiting
+from autopar.runtime.ranks.channel import PendingCall
 from autopar.runtime.step_parts import WAIT
 from autopar.runtime.update.update import Update
 
@@ -48,7 +48,7 @@ class _Report:
     """Reduction of a step's loss, token, squared token, failure flag and squared gradients."""
 
     numbers: Tensor
-    waiting: Waiting | None
+    waiting: PendingCall | None
 
     def read(self) -> list[float]:
         """Waits for the sums over all ranks and returns them."""
@@ -63,7 +63,7 @@ class Continuous:
 
     Args:
         stages: the stages of this rank.
-        placement: of all stages, with their rows.
+        placement: placement of all stages, with their rows.
         row: index of this rank's row.
         interpreter: executes computations and transfers.
         update: updates this rank's parameters.
@@ -105,7 +105,7 @@ class Continuous:
         self.broken_off = False
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
-        self._sums: dict[Action, Sums] = {}  # by what has begun them
+        self._sums: dict[Action, Sums] = {}  # by the action that began them
         self.ahead = ahead(placement.rows, self._size)
         self._reports: deque[_Report] = deque()  # of the steps whose loss has not been read
         self._told: float | None = None  # the last loss that was read
@@ -179,7 +179,7 @@ class Continuous:
             return
         stage = self._stages[action.stage, action.copy]
         gradients = stage.runtime.gradients
-        if action.kind in PLAYED:
+        if action.kind in EXECUTED:
             if action.kind == "B" and gradients is not None:
                 for weight in gradients.weights.values():
                     gradients.leave(weight)
@@ -252,7 +252,7 @@ class Continuous:
         report = torch.stack(numbers)
         if self._everyone is None:
             return _Report(report, None)
-        return _Report(report, self._everyone.all_reduce_beside(report))
+        return _Report(report, self._everyone.all_reduce_async(report))
 
     def _read(self, report: _Report) -> float:
         """Returns the loss of a report."""

@@ -19,10 +19,10 @@ Place = tuple[int, str]  # number of the group, name of the option
 
 
 class GroupOptions:
-    """The options of an optimizer over the steps whose updates are not all made.
+    """The options of an optimizer in the steps whose updates are not complete.
 
-    An optimizer may count something in its groups. Only what changes between two steps has an
-    earlier value.
+    An optimizer may change options of its groups, such as a counter. Earlier values are kept only
+    of options that change between two steps.
 
     Args:
         optimizer: the optimizer of this rank.
@@ -35,7 +35,7 @@ class GroupOptions:
         self._earlier: dict[int, dict[Place, Any]] = {}  # by the first step that had others
 
     def begin(self, step: int) -> None:
-        """Notes which options differ from those after the step before."""
+        """Records the options that differ from those after the previous step."""
         if self._left is not None:
             now = self._options()
             changed = {p: v for p, v in self._left.items() if p in now and not _equal(v, now[p])}

@@ -25,7 +25,7 @@ Get = Callable[[Any], Tensor]
 
 
 @dataclass
-class UnderWay:
+class PackedValues:
     """Plain values, and the tensors to which they refer by number.
 
     Attributes:
@@ -77,7 +77,7 @@ class UnderWay:
         return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
     @classmethod
-    def of(cls, record: Tensor, tensors: Sequence[Tensor]) -> UnderWay:
+    def of(cls, record: Tensor, tensors: Sequence[Tensor]) -> PackedValues:
         """Parses a `record`; raises CheckpointError if it is invalid."""
         try:
             values = decode(json.loads(bytes(record.tolist()).decode("utf-8")))

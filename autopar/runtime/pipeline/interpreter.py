@@ -13,7 +13,7 @@ from autopar.runtime.pipeline.stage import Share, Stage, Tensors
 from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.step_parts import ACTION
 
-PLAYED = (*COMPUTE, *TRANSFER)  # actions that an interpreter executes
+EXECUTED = (*COMPUTE, *TRANSFER)  # actions that an interpreter executes
 
 
 class Interpreter:
@@ -126,6 +126,6 @@ def losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
 
 def phase_of(action: Action) -> str:
     """Returns the phase of the step to which an action belongs."""
-    if action.kind in PLAYED:
+    if action.kind in EXECUTED:
         return "microbatches"
     return "optimizer" if action.kind == UPDATE else "gradients"

@@ -22,7 +22,7 @@ from autopar.ir.crossing import Box, Crossing
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.communication.communicator import Communicator
-from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.channel import Channel, PendingCall
 from autopar.runtime.ranks.shared import Peers
 
 TAGS = 2**20  # exceeds the number of messages in flight at any time
@@ -83,7 +83,7 @@ class Post:
         rank: global rank of this process.
         device: the device of this process.
         wires: channels of the messages; None for a single rank.
-        tag: first of TAGS tags, which keep messages of two posts on the same wires apart.
+        tag: first of TAGS tags, which distinguish the messages of two posts on the same wires.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Post:
         self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
         self._first = tag
         self._asked: dict[int, int] = {}
-        self._coming: dict[tuple[Letter, int], tuple[Waiting | None, Tensor]] = {}
+        self._coming: dict[tuple[Letter, int], tuple[PendingCall | None, Tensor]] = {}
         self._sent: dict[int, int] = {}
-        self._going: list[tuple[Waiting, Tensor]] = []
+        self._going: list[tuple[PendingCall, Tensor]] = []
 
     def crossing(self, letter: Letter) -> Crossing:
         """Returns the crossing of a letter."""

@@ -41,7 +41,7 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.step_check import StepPart
 from autopar.runtime.update.update import Training, Update
 
 
@@ -224,20 +224,20 @@ class Pipeline(PipelineState):
             if stage.runtime.gradients is not None:
                 stage.runtime.gradients.drop()
         with program.random_states(row) as enter:
-            played = program.interpreter(program.post(), losses)
+            interpreter = program.interpreter(program.post(), losses)
             share = self.update.scale / program.placement.microbatches
-            played.begin(program.parts(inputs), 0, enter, lambda stage: share)
+            interpreter.begin(program.parts(inputs), 0, enter, lambda stage: share)
             for phase, actions in groupby(row, key=phase_of):
                 with part(PHASE, phase):
                     if phase == "microbatches":
                         for action in actions:
-                            played.do(action)
+                            interpreter.do(action)
                     elif phase == "gradients":
                         self._synchronise(program, tuple(actions))
                     else:
                         seen = self._seen(program.share(losses), inputs)
                         total, norm = self.update.step(self._squares, seen)
-            played.post.finish()
+            interpreter.post.finish()
         return total.to(seen.loss.dtype), norm
 
     def _graphed(self) -> CudaGraph:
@@ -256,7 +256,7 @@ class Pipeline(PipelineState):
         """Runs one period of rows without flushes and returns the loss."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
-        # Equal generators stay equal, and ranks that are steps apart cannot compare them.
+        # Equal generators stay equal, and ranks in different steps cannot compare them.
         alike = bool(continuous.ahead) and not continuous.filling
         main = self.main
         with main.random_states(self.row, alike) as enter, part(PHASE, "microbatches"):
@@ -279,9 +279,9 @@ class Pipeline(PipelineState):
             names = [name for action in copied for name in action.names]
             self.copies.add_up(names if named else ())
 
-    def _seen(self, share: Tensor, inputs: Mapping[str, Tensor]) -> Seen:
+    def _seen(self, share: Tensor, inputs: Mapping[str, Tensor]) -> StepPart:
         """Returns this rank's observations of a step except for gradients."""
-        return Seen(
+        return StepPart(
             share,
             inputs[TOKEN],
             inputs,
@@ -361,7 +361,7 @@ class Pipeline(PipelineState):
         """
         with self.watch:
             stages = {
-                (number, copy): stage.beside(modules[number], values)
+                (number, copy): stage.with_program(modules[number], values)
                 for (number, copy), stage in self.stages.items()
             }
         return replace(

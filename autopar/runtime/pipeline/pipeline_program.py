@@ -38,7 +38,7 @@ class PipelineProgram:
             "i64[8@data, 16]".
         stages: stages of this rank by number and copy.
         peers, wires: the other ranks and the channels to them.
-        device: of this rank.
+        device: device of this rank.
     """
 
     modules: Sequence[Generated]
@@ -122,9 +122,9 @@ class PipelineProgram:
 
     def interpreter(self, post: Post, losses: list[Tensor]) -> Interpreter:
         """Returns an interpreter that appends this rank's losses to `losses`."""
-        played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
-        played.results = losses_to(losses)
-        return played
+        interpreter = Interpreter(self.stages, self.routes, post, self.peers.recorder)
+        interpreter.results = losses_to(losses)
+        return interpreter
 
     def random_states(
         self, row: Row, alike: bool = False
@@ -162,11 +162,11 @@ class PipelineProgram:
 
         post = self.post()
         with self.random_states(row) as enter:
-            played = self.interpreter(post, [])
-            played.begin(self.parts(inputs), 0, enter, lambda stage: 1.0)
-            played.results = result
+            interpreter = self.interpreter(post, [])
+            interpreter.begin(self.parts(inputs), 0, enter, lambda stage: 1.0)
+            interpreter.results = result
             for action in row:
-                played.do(action)
+                interpreter.do(action)
         post.finish()
         for stage in self.stages.values():
             stage.writes.drop()
@@ -200,7 +200,7 @@ class PipelineProgram:
 
         Args:
             value: the microbatches' outputs one after the other.
-            rows: of one of them.
+            rows: rows of one of them.
         """
         world = self.part.world
         split = [

@@ -1,4 +1,4 @@
-"""Splits a backward in two: gradients of received values first, those of parameters later.
+"""Splits a backward in two: gradients of received values first, gradients of parameters later.
 
 Zero-bubble schedules (arXiv:2401.10241) send the gradient of a stage's input immediately and fill
 idle time with the gradients of its weights. In autograd's graph, the first half runs the nodes on
@@ -37,7 +37,7 @@ class _Border:
 
 
 @dataclass
-class Later:
+class WeightBackward:
     """The second half of a backward, which can run once.
 
     Attributes:
@@ -104,17 +104,17 @@ def backward_input(
     gradients: Sequence[Tensor],
     leaves: Sequence[Tensor],
     weights: Sequence[Tensor],
-) -> tuple[tuple[Tensor | None, ...], Later]:
+) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
     """Runs the first half of a backward.
 
     Args:
         results: tensors with an autograd graph.
-        gradients: of the results.
+        gradients: gradients of the results.
         leaves: tensors whose gradients are computed now.
         weights: tensors whose gradients are computed later.
 
     Returns:
-        The gradients of the leaves, None for those without one, and the second half.
+        The gradients of the leaves (None for leaves without a gradient), and the second half.
     """
     targets = {get_gradient_edge(leaf).node for leaf in leaves}
     variables = {get_gradient_edge(weight).node: weight for weight in weights}
@@ -133,7 +133,7 @@ def backward_input(
     for border in borders:
         if not border.on_way:
             border.arrived = _of_results(border.node, roots, gradients)
-    return found, Later(_grouped(borders), variables)
+    return found, WeightBackward(_grouped(borders), variables)
 
 
 def _of_results(node: Node, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> Arrived:

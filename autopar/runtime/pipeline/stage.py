@@ -18,7 +18,7 @@ from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.pipeline.in_flight_state import Get, Put, get_all, put_all
-from autopar.runtime.pipeline.split import Later, backward_input
+from autopar.runtime.pipeline.split import WeightBackward, backward_input
 from autopar.runtime.runtime import Runtime
 
 Tensors = dict[str, Tensor]
@@ -71,7 +71,7 @@ class Stage:
         # Selects the weights of an action if there are several versions.
         self.weights_for: Callable[[Action], AbstractContextManager[None]] = _newest
         self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Later] = {}
+        self._later: dict[int, WeightBackward] = {}
 
     def make_room(self, device: torch.device) -> None:
         """Allocates the local tensors of all parameters and buffers, which are loaded later."""
@@ -89,7 +89,7 @@ class Stage:
         )
         self.updated = dict(zip(keys, self.weights.updated, strict=True))
 
-    def beside(self, module: Generated, values: Mapping[str, Tensor]) -> Stage:
+    def with_program(self, module: Generated, values: Mapping[str, Tensor]) -> Stage:
         """Returns a stage with another program over the same tensors.
 
         Args:
@@ -168,7 +168,7 @@ class Stage:
 
         Args:
             microbatch: its number.
-            gradients: of the results by name; a missing result has no gradient.
+            gradients: gradients of the results by name; a missing result has no gradient.
             share: returns the gradient of the loss if this stage computes the loss.
         """
         kept = self._kept.pop(microbatch)
@@ -189,7 +189,7 @@ class Stage:
         results, seeds = self._seeds(kept, gradients, share)
         leaves = list(kept.leaves.values())
         if not results:
-            self._later[microbatch] = Later()
+            self._later[microbatch] = WeightBackward()
             return {name: torch.zeros_like(leaf) for name, leaf in kept.leaves.items()}
         found, later = backward_input(results, seeds, leaves, list(self.trained.values()))
         self._later[microbatch] = later

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.calls.batches import Intake
-from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.checkpoint.contents import LocalTensor, held_of
 from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous
-from autopar.runtime.pipeline.in_flight_state import UnderWay
+from autopar.runtime.pipeline.in_flight_state import PackedValues
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.channel import Channel
@@ -50,7 +50,7 @@ class PipelineState:
     loaded: bool
     continuous: Continuous | None
     graph: CudaGraph | None
-    apart = None  # a pipeline is one replica
+    independent = None  # a pipeline is one replica
     placement: Placement
     modules: Sequence[Generated]
 
@@ -90,24 +90,24 @@ class PipelineState:
         if halves or any(module.stows for module in self.modules) or continuous.broken_off:
             continuous.drain()
             return None
-        found = UnderWay()
+        found = PackedValues()
         found.values = continuous.saved(found.put)
         return found.record, found.tensors
 
     def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
         """Implements `Holder`."""
-        found = UnderWay.of(record, tensors)
+        found = PackedValues.of(record, tensors)
         assert self.continuous is not None
         self.continuous.resume(found.values, found.get)
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LocalTensor]:
         """Returns the state of this rank; of several copies, only the first stage's is saved."""
         first: dict[str, tuple[int, int]] = {}
         for key, stage in self.everywhere.items():
             for name in stage.state.names:
                 first.setdefault(name, key)
-        found: list[Held] = []
+        found: list[LocalTensor] = []
         for key, stage in self.stages.items():
             own = {name for name in stage.state.names if first[name] == key}
             found += held_of(stage.state, stage.tensors, stage.weights, self.update, own)

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.runtime.parameters.shards import Weight
 from autopar.runtime.pipeline.in_flight_state import Get, Put
 from autopar.runtime.pipeline.stage import Stage
-from autopar.runtime.ranks.channel import Waiting
+from autopar.runtime.ranks.channel import PendingCall
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _Sum:
 
     weights: list[Weight]
     total: Tensor
-    waiting: Waiting | None
+    waiting: PendingCall | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sums:
 
         Args:
             stage: whose gradients are reduced.
-            axes: of its mesh over which they are reduced; () for all.
+            axes: axes of its mesh over which they are reduced; () for all.
             names: keys of the parameters; () for all.
         """
         gradients = stage.runtime.gradients
@@ -86,4 +86,4 @@ def _begun(stage: Stage, axes: tuple[str, ...], weights: list[Weight]) -> _Sum:
         weight.updated.grad = None
     group = stage.runtime.group(axes) if axes else None
     channel = None if group is None else group.channel
-    return _Sum(weights, total, None if channel is None else channel.all_reduce_beside(total))
+    return _Sum(weights, total, None if channel is None else channel.all_reduce_async(total))

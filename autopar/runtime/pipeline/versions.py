@@ -53,7 +53,7 @@ class _Forward:
     """A forward with a pending backward.
 
     Attributes:
-        version: of the weights that it used.
+        version: version of the weights that it used.
         slots: tensors that autograd saves for it, in order, if no older version is stored.
     """
 

@@ -2,7 +2,7 @@
 
 Ranks with different options plan, emit or update differently, and then hang or diverge. So they
 compare their arguments before the first collective that depends on them. The store needs no device
-and knows which ranks are missing. Digests are compared first, and the texts only if they differ, so
+and shows which ranks are missing. Digests are compared first, and the texts only if they differ, so
 that equal ranks exchange only a few bytes.
 """
 
@@ -28,7 +28,7 @@ from autopar.errors import AutoparError, RanksDifferError
 from autopar.runtime.torch_private import Store, group_timeout, own_store
 
 _GRACE = timedelta(seconds=10)  # the other ranks wait longer than the first by this
-_TAG = 1972  # the first tag of messages that announce a rank, so that they meet no others
+_TAG = 1972  # the first tag of messages that announce a rank, unused by others
 _NEVER = timedelta(days=1)
 _SHOWN = 160  # most characters of a value in a message
 
@@ -77,7 +77,7 @@ class _Board:
         self._key = f"autopar/alike/{self._number}"
 
     def meet(self) -> None:
-        """Wait until all ranks have come; by gloo's connections, which break where a rank dies.
+        """Waits until all ranks have arrived, by gloo's connections, which break if a rank dies.
 
         Raises:
             RanksDifferError: one does not come in time.
@@ -93,7 +93,7 @@ class _Board:
             self._await(message, rank)
 
     def _await(self, message: dist.Work, rank: int) -> None:
-        """Wait for a message, beside this thread: one that gloo gives up breaks the group."""
+        """Waits for a message in another thread, since an aborted message breaks a gloo group."""
         errors: list[Exception] = []
         arrived = threading.Event()
 
@@ -143,7 +143,7 @@ class _Board:
 
 
 def _difference(found: Sequence[str]) -> str:
-    """Returns what, where and why of the first difference, as JSON."""
+    """Returns the fields what, where and why of the first difference, as JSON."""
     ranks: list[dict[str, str]] = [json.loads(text) for text in found]
     for name in dict.fromkeys(name for items in ranks for name in items):
         first = ranks[0].get(name, "nothing")
@@ -187,7 +187,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a text of a value that is the same in every process that creates it alike.
+    """Returns a text of a value that is equal in all processes that create the value equally.
 
     Functions are identified by their names, code and closures, since their `repr` is an address.
     """

@@ -70,23 +70,23 @@ class Channel:
         """Reduces x over the ranks, in place."""
         self._run("all_reduce", x.nbytes, dist.all_reduce, x, op)
 
-    def all_reduce_beside(self, x: Tensor) -> Waiting:
-        """Begin to add x up over the ranks, in its place."""
+    def all_reduce_async(self, x: Tensor) -> PendingCall:
+        """Starts an all_reduce of x, in place."""
         handle = self.handle
         event = self.recorder.begin(self.name, self.ranks, "all_reduce", x.nbytes, False)
-        return Waiting(dist.all_reduce(x, group=handle, async_op=True), event)
+        return PendingCall(dist.all_reduce(x, group=handle, async_op=True), event)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Reduces x over the ranks, and writes this rank's part to `out`; both are flat."""
         self._run("reduce_scatter", x.nbytes, torch_private.reduce_scatter_single, out, x)
 
-    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
+    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> PendingCall | None:
         """Writes every rank's x to `out`, both flat; with `ahead` the result must be awaited."""
         handle = self.handle
         event = self.recorder.begin(self.name, self.ranks, "all_gather", x.nbytes, not ahead)
         work = torch_private.all_gather_single(out, x, group=handle, async_op=ahead)
         if work is not None:
-            return Waiting(work, event)
+            return PendingCall(work, event)
         self.recorder.end(event)
         return None
 
@@ -97,7 +97,7 @@ class Channel:
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
         ahead: bool = False,
-    ) -> Waiting | None:
+    ) -> PendingCall | None:
         """Sends one block of x to every rank: equal ones, or of `takes` and `sends` elements.
 
         With `ahead` the result must be awaited.
@@ -107,18 +107,18 @@ class Channel:
         event = self.recorder.begin(self.name, self.ranks, "all_to_all", nbytes, not ahead)
         work = dist.all_to_all_single(out, x, takes, sends, group=handle, async_op=ahead)
         if work is not None:
-            return Waiting(work, event)
+            return PendingCall(work, event)
         self.recorder.end(event)
         return None
 
     def all_to_all_beside(
         self, out: Tensor, x: Tensor, takes: Sequence[int], sends: Sequence[int]
-    ) -> Waiting:
+    ) -> PendingCall:
         """Starts `all_to_all` of uneven blocks; the result must be awaited."""
         handle = self.handle
         event = self.recorder.begin(self.name, self.ranks, "all_to_all", 0, False)
         work = dist.all_to_all_single(out, x, list(takes), list(sends), group=handle, async_op=True)
-        return Waiting(work, event)
+        return PendingCall(work, event)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Copies the x of a global rank to all others."""
@@ -144,26 +144,26 @@ class Channel:
         self._run("gather of objects", 0, dist.gather_object, value, values, target)
         return values or []
 
-    def send(self, x: Tensor, receiver: int, tag: int) -> Waiting:
+    def send(self, x: Tensor, receiver: int, tag: int) -> PendingCall:
         """Starts sending x to a global rank."""
         return self._message("send", dist.isend, x, dist.get_rank(), receiver, tag)
 
-    def receive(self, x: Tensor, sender: int, tag: int) -> Waiting:
+    def receive(self, x: Tensor, sender: int, tag: int) -> PendingCall:
         """Starts receiving x from a global rank."""
         return self._message("receive", dist.irecv, x, sender, dist.get_rank(), tag)
 
     def _message(
         self, kind: str, call: Callable[..., Any], x: Tensor, sender: int, receiver: int, tag: int
-    ) -> Waiting:
+    ) -> PendingCall:
         other = receiver if kind == "send" else sender
         handle = self.handle
         event = self.recorder.begin(
             f"{sender}>{receiver}", (sender, receiver), kind, x.nbytes, False
         )
-        return Waiting(call(x, other, group=handle, tag=tag), event)
+        return PendingCall(call(x, other, group=handle, tag=tag), event)
 
 
-class Waiting:
+class PendingCall:
     """An asynchronous call that has yet to be awaited."""
 
     def __init__(self, work: Any, event: Event) -> None:

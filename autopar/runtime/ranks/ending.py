@@ -1,4 +1,4 @@
-"""Tells peers how a process ends: with an uncaught error, or without one.
+"""Reports to the other ranks how a process ends: with an uncaught error, or without one.
 
 Python's hooks are chained: existing hooks run first, and so do those installed later.
 """

@@ -2,10 +2,10 @@
 
 Python cannot interrupt a rank that waits in a collective for one that will never arrive. So a rank
 that fails leaves its error in the store of the process group before it raises, and on every rank a
-thread checks the store twice a second. What follows depends on the rank's state:
+thread checks the store twice a second. The reaction depends on the state of the rank:
 - its step ends by itself (it succeeds, or the broken collective raises): RankFailedError;
 - it stays inside the step: the error goes to stderr and the process ends with status 1;
-- it is outside a step, perhaps waiting for the device: likewise, after a longer wait.
+- it is outside a step, perhaps waiting for the device: the same, after a longer wait.
 
 An error that nothing catches between steps is also left there, by Python's hooks, and a rank that
 ends without one says so. A process that dies without raising (killed, out of memory) or is stopped
@@ -38,7 +38,7 @@ from autopar.runtime.ranks.ending import Ending
 from autopar.runtime.ranks.pace import PACE, Pace
 from autopar.runtime.ranks.record import Record
 from autopar.runtime.ranks.reports import Failure as Failure
-from autopar.runtime.ranks.reports import Roll, may_follow
+from autopar.runtime.ranks.reports import RankAnswers, may_follow
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.torch_private import Store, own_store
 
@@ -261,9 +261,9 @@ class Watch:
             return self._roll(self._board, failure).error()
         except RuntimeError:
             # The store is gone with the first rank, which serves it unless a launcher does.
-            return Roll(failure, {}, (0,) if self.rank else (), {}, {}).error()
+            return RankAnswers(failure, {}, (0,) if self.rank else (), {}, {}).error()
 
-    def _roll(self, board: Board, failure: Failure) -> Roll:
+    def _roll(self, board: Board, failure: Failure) -> RankAnswers:
         end = time.monotonic() + self.pace.roll
         places = {rank: self._place(failure, rank) for rank in self.ranks if rank != self.rank}
         absent, left = set(places), dict[int, str]()
@@ -276,7 +276,7 @@ class Watch:
         records = {rank: Record.read(board.get(places[rank])) for rank in there}
         records[self.rank] = Record.read(self._record())
         seen = {r: board.get(self._seen(r)) for r in absent if board.check(self._seen(r))}
-        return Roll(failure, records, sorted(absent), seen, left)
+        return RankAnswers(failure, records, sorted(absent), seen, left)
 
     def _dump(self, reason: str) -> str:
         """Writes this rank's record; returns the folder, or "" if that is impossible."""
@@ -304,7 +304,7 @@ class Watch:
         return error
 
     def _leave(self, board: Board, failure: Failure) -> None:
-        """Lets the first rank, which may serve the store, end only when all live ranks know."""
+        """Delays the end of the first rank, which may serve the store, until all have read it."""
         done = f"{self.key}/done/{failure.number}"
         board.set(f"{done}/{self.rank}", "")
         if self.rank == 0:

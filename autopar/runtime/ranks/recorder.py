@@ -22,7 +22,7 @@ _DEPTH = 16  # frames searched for a line of a generated program
 Place = tuple[str, int]  # file and line
 
 
-class Waited:
+class WaitTime:
     """The time that a rank has waited in calls.
 
     Attributes:
@@ -70,7 +70,7 @@ class Event:
         self.channel, self.number, self.kind, self.nbytes = channel, number, kind, nbytes
         self.step, self.part, self.place = step, part, place
         self.began, self.ended, self.waiting = time.time(), 0.0, True
-        self.since, self.waited = self.began, Waited()
+        self.since, self.waited = self.began, WaitTime()
 
     def wait(self) -> None:
         """Records that the rank waits for it from now on."""
@@ -102,7 +102,7 @@ class Recorder:
         self.members: dict[str, tuple[int, ...]] = {}
         self.changed = time.time()
         self.thread = threading.main_thread().ident
-        self.waited = Waited()
+        self.waited = WaitTime()
 
     def begin(
         self, channel: str, ranks: tuple[int, ...], kind: str, nbytes: int, waiting: bool = True
@@ -120,7 +120,7 @@ class Recorder:
 
     @staticmethod
     def end(event: Event) -> None:
-        """Records that an event has succeeded; one that fails remains as it is."""
+        """Records that an event has succeeded; a failed event remains unchanged."""
         ended = time.time()
         if event.waiting and not event.ended:
             event.waited.seconds += ended - event.since

@@ -64,7 +64,7 @@ def may_follow(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Roll:
+class RankAnswers:
     """The ranks' answers when a collective had broken and none had an error of its own.
 
     Attributes:

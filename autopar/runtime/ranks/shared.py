@@ -95,7 +95,7 @@ class Peers:
         return _OF_DEFAULT_GROUP[whole]
 
     def from_rank(self, rank: int, value: Tensor) -> Tensor:
-        """Returns what `rank` holds; every process calls it with a tensor of that type."""
+        """Returns the tensor of `rank`; every process calls it with a tensor of equal type."""
         if self.everyone is None:
             return value
         value = value.contiguous()
@@ -103,7 +103,7 @@ class Peers:
         return value
 
     def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
-        """Returns channels of groups of ranks; every process must ask for them at the same point.
+        """Returns channels of groups of ranks; every process must call it at the same point.
 
         Args:
             purpose: groups of equal ranks but different purposes are distinct.
@@ -142,7 +142,7 @@ class Peers:
 
         Args:
             purpose: name in records.
-            backend: of torch; None for the default.
+            backend: torch backend; None for the default.
         """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
@@ -151,7 +151,7 @@ class Peers:
         return Lease(self, [self._make(purpose, ranks, alone=True)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
-        """Returns which of the channels with these numbers, -1 for none, all ranks have alike."""
+        """Returns which of these channel numbers (-1 for none) are equal on all ranks."""
         if self.everyone is None:
             return [number >= 0 for number in numbers]
         span = torch.tensor([*numbers, *(-n for n in numbers)], device=local_device())
@@ -241,7 +241,7 @@ def _name(purpose: str, ranks: tuple[int, ...]) -> str:
     return f"{purpose} of {len(ranks)} ranks from {ranks[0]}, {number:08x}"
 
 
-# torch's default group is a global of the process; what programs share lives as long.
+# torch's default group is global to the process; shared groups have the same lifetime.
 _OF_DEFAULT_GROUP: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
 

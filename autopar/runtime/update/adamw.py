@@ -45,7 +45,8 @@ class AdamW(torch.optim.AdamW):
     Args:
         made: an optimizer that `takes` accepts, without state.
         held: stored tensors in another dtype, by the parameter's id; a step writes them.
-        scattered: ids of parameters whose gradients may be placed as `room` says.
+        scattered: ids of parameters whose gradients may be placed in the tensor that `room`
+            returns.
 
     Attributes:
         scale: f32[] or f64[], factor for the gradients of the next step. If it is not finite, the
@@ -86,7 +87,7 @@ class AdamW(torch.optim.AdamW):
         return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
     def room(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Returns a flat tensor for the gradients of parameters in this order, beside all others.
+        """Returns a flat tensor for the gradients of these parameters, inside the buffer of all.
 
         None if they are not adjacent in this order, as before the first step.
         """

@@ -3,7 +3,7 @@
     groups=autopar.groups({"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-4}})
 
 They become groups of a torch optimizer, whatever part of a parameter a device updates. Every rank
-has all groups in one order, some perhaps empty, so that schedulers count alike everywhere.
+has all groups in the same order, some perhaps empty, so that schedulers count equally on all ranks.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ def kept_tensors(
     """Yields every tensor that a rank keeps of its trained parameters; see `ir/update/kept_states`.
 
     Args:
-        weights: of all programs on this rank.
+        weights: weights of all programs on this rank.
         optimizer: their optimizer.
-        wholes: what it updates in place of a part, by the part's id.
-        averages: by the id of what is updated.
+        wholes: the tensor that it updates in place of a part, by the part's id.
+        averages: averages by the id of the updated tensor.
     """
     for each in weights:
         for weight in each.all:
@@ -48,7 +48,7 @@ def kept_tensors(
 
 
 def _copy(weight: Weight) -> str:
-    """Returns the name of what is updated, if its memory is not that of the stored tensor."""
+    """Returns the name of the updated tensor, if it does not share the stored tensor's memory."""
     if weight.has_master:
         return MASTER
     stored, updated = weight.held.untyped_storage(), weight.updated.untyped_storage()

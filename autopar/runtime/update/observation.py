@@ -1,9 +1,9 @@
 """Observes a torch optimizer: two steps on small parameters show its states and requirements.
 
 So any optimizer works, whatever its name. A parameter of each number of dimensions is updated
-whole and in parts, cut along every dimension; if the results differ, its elements are mixed. What
-cannot be observed, such as states that stay split while one owner works on the whole, a file of
-`autopar/runtime/optimizers/` describes.
+whole and in parts, cut along every dimension; if the results differ, its elements are mixed. Files
+of `autopar/runtime/optimizers/` describe properties that cannot be observed, such as states that
+stay split while one owner computes on the whole parameter.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _rules(optimizer: OptimizerFactory, options: Options) -> tuple[Rule, ...]:
 
 
 def _rule(optimizer: OptimizerFactory, options: Options, ndim: int) -> Rule:
-    """Returns the rule of parameters with so many dimensions."""
+    """Returns the rule of parameters with `ndim` dimensions."""
     shape = _SIDES[:ndim]
     count = max(torch.Size(shape).numel(), 1)
     weight = torch.linspace(-1.0, 1.0, count).reshape(shape)
@@ -123,7 +123,7 @@ def _state(name: str, value: Tensor, other: Any, shape: Sequence[int]) -> State:
     Args:
         name, value: the state of an f32 parameter.
         other: the state of an f64 parameter, if there is one.
-        shape: of the parameter.
+        shape: shape of the parameter.
     """
     follows = value.dtype == torch.float32 and (
         not isinstance(other, Tensor) or other.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Owners on ranks: whole parameters reach the one rank that updates them, and results come back.
+"""Owners on ranks: sends whole parameters to the rank that updates them, and returns the results.
 
 All ranks of a mesh take part in rounds. In a round each rank owns at most one parameter, so that
 one all_to_all brings every owner a whole tensor, and another takes the results to all ranks. Of
@@ -28,7 +28,7 @@ Bounds = tuple[tuple[int, int], ...]  # (start, length) along every dimension
 
 
 @dataclass(frozen=True, eq=False)
-class Dealt:
+class OwnedWeight:
     """A parameter that one rank updates for all.
 
     Attributes:
@@ -36,8 +36,8 @@ class Dealt:
         rule: how it is updated.
         owner: rank on the mesh of the one that updates it.
         bounds: part of each rank.
-        shares: (start, length) of what each rank sends of its part, in elements.
-        whole: on the owner, the parameter in one piece, if its states are whole, too.
+        shares: (start, length) of the elements that each rank sends of its part.
+        whole: on the owner, the parameter in one piece, if its states are also whole.
     """
 
     weight: Weight
@@ -61,7 +61,7 @@ class Owners:
         update: how they are updated.
 
     Attributes:
-        items: what is dealt, by the id of the tensor that the optimizer updates.
+        items: the owned parameters, by the id of the tensor that the optimizer updates.
 
     Raises:
         ProgramError: the optimizer does not train a parameter, or the program stores one that it
@@ -91,7 +91,7 @@ class Owners:
             for (weight, rule), owner in zip(rows, owners, strict=True)
         }
 
-    def _dealt(self, weight: Weight, rule: Rule, owner: int) -> Dealt:
+    def _dealt(self, weight: Weight, rule: Rule, owner: int) -> OwnedWeight:
         mesh, layout = self._comm.mesh, weight.storage.updated
         bounds = tuple(
             layout.bounds(weight.type.shape, mesh, mesh.coordinate(rank))
@@ -106,32 +106,32 @@ class Owners:
         whole = None
         if rule.keeps_whole and owner == self._comm.rank:
             whole = nn.Parameter(weight.updated.detach().new_empty(()).expand(weight.type.shape))
-        return Dealt(weight, rule, owner, bounds, tuple(shares), whole)
+        return OwnedWeight(weight, rule, owner, bounds, tuple(shares), whole)
 
-    def mine(self, item: Dealt) -> bool:
+    def mine(self, item: OwnedWeight) -> bool:
         """Returns whether this rank owns a parameter."""
         return item.owner == self._comm.rank
 
-    def rounds(self, items: Sequence[Dealt]) -> list[list[Dealt]]:
+    def rounds(self, items: Sequence[OwnedWeight]) -> list[list[OwnedWeight]]:
         """Returns some of the parameters in rows, with at most one of each owner in a row."""
-        queues: list[list[Dealt]] = [[] for _ in range(self._comm.mesh.size)]
+        queues: list[list[OwnedWeight]] = [[] for _ in range(self._comm.mesh.size)]
         for item in items:
             queues[item.owner].append(item)
         return [[item for item in row if item is not None] for row in zip_longest(*queues)]
 
     def run(
         self,
-        items: Sequence[Dealt],
-        given: Callable[[Dealt], list[Tensor]],
-        work: Callable[[Dealt, list[Tensor]], Tensor],
-        take: Callable[[Dealt, Tensor], object],
+        items: Sequence[OwnedWeight],
+        given: Callable[[OwnedWeight], list[Tensor]],
+        work: Callable[[OwnedWeight, list[Tensor]], Tensor],
+        take: Callable[[OwnedWeight, Tensor], object],
     ) -> None:
-        """Updates parameters by their owners; each round travels beside the work of another.
+        """Updates parameters by their owners; the messages of a round overlap with another's work.
 
         Args:
             items: equal on all ranks.
-            given: returns this rank's parts of what an owner needs, all of one dtype.
-            work: returns on the owner the whole result.
+            given: returns this rank's parts of the tensors that an owner needs, all of one dtype.
+            work: returns the whole result, on the owner.
             take: receives this rank's part of the result.
         """
         rows = self.rounds(items)
@@ -150,8 +150,8 @@ class Owners:
             going()
 
     @torch.no_grad()
-    def fill(self, items: Sequence[Dealt]) -> None:
-        """Brings owners whole parameters and gradients; those of the parts are given up."""
+    def fill(self, items: Sequence[OwnedWeight]) -> None:
+        """Sends whole parameters and gradients to their owners; frees the gradients of parts."""
         for row in self.rounds(items):
             wholes = self.collect(row, _value_and_gradient)()
             for item in row:
@@ -160,7 +160,7 @@ class Owners:
                     item.whole.data, item.whole.grad = wholes
 
     @torch.no_grad()
-    def spread(self, items: Sequence[Dealt]) -> None:
+    def spread(self, items: Sequence[OwnedWeight]) -> None:
         """Takes whole parameters from their owners to all ranks."""
         for row in self.rounds(items):
             own = next((item.whole for item in row if item.whole is not None), None)
@@ -170,7 +170,7 @@ class Owners:
                 own.grad, own.data = None, own.new_empty(()).expand(own.shape)
 
     def collect(
-        self, row: Sequence[Dealt], given: Callable[[Dealt], list[Tensor]]
+        self, row: Sequence[OwnedWeight], given: Callable[[OwnedWeight], list[Tensor]]
     ) -> Callable[[], list[Tensor] | None]:
         """Starts to bring each owner its parameter of a row; see `run`.
 
@@ -181,7 +181,7 @@ class Owners:
         rank, size = self._comm.rank, self._comm.mesh.size
         takes = [0] * size
         blocks: list[Tensor | None] = [None] * size
-        own: Dealt | None = None
+        own: OwnedWeight | None = None
         like: list[Tensor] = []
         for item in row:
             tensors = given(item)
@@ -201,7 +201,10 @@ class Owners:
         return arrive
 
     def distribute(
-        self, row: Sequence[Dealt], result: Tensor | None, take: Callable[[Dealt, Tensor], object]
+        self,
+        row: Sequence[OwnedWeight],
+        result: Tensor | None,
+        take: Callable[[OwnedWeight, Tensor], object],
     ) -> Callable[[], None]:
         """Starts to bring all ranks their parts of a row's results; see `run`.
 
@@ -211,7 +214,7 @@ class Owners:
             take: receives this rank's part of every result.
 
         Returns:
-            A function that waits, and hands over what has arrived.
+            A function that waits, and passes the received results to `take`.
         """
         rank, size = self._comm.rank, self._comm.mesh.size
         blocks: list[Tensor | None] = [None] * size
@@ -239,7 +242,7 @@ class Owners:
     def _exchange(
         self, blocks: Sequence[Tensor | None], takes: Sequence[int]
     ) -> tuple[Tensor, Callable[[], None]]:
-        """Starts an all_to_all of bytes; returns what arrives, and a function that waits for it."""
+        """Starts an all_to_all of bytes; returns the received tensor, and a function that waits."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         sent = [nothing if block is None else block for block in blocks]
         x = torch.cat(sent)
@@ -260,7 +263,7 @@ class Owners:
 
 
 def whole_parameters(owners: Sequence[Owners]) -> dict[int, nn.Parameter]:
-    """Returns this rank's whole parameters, by the ids of the parts in whose place they stand."""
+    """Returns this rank's whole parameters, by the ids of the parts that they replace."""
     return {
         key: item.whole
         for each in owners
@@ -270,7 +273,7 @@ def whole_parameters(owners: Sequence[Owners]) -> dict[int, nn.Parameter]:
 
 
 def with_owners(optimizer: Optimizer, owners: tuple[Owners, ...]) -> Optimizer:
-    """Returns the optimizer to be used in place of a user's, told of owners if it asks for them."""
+    """Returns the optimizer that replaces the user's, with its `owners` set if it has them."""
     used = replaced(optimizer)
     if hasattr(used, "owners"):
         used.owners = owners
@@ -294,7 +297,7 @@ def step_whole(optimizer: Optimizer, owners: Sequence[Owners]) -> None:
         each.spread(items)
 
 
-def _value_and_gradient(item: Dealt) -> list[Tensor]:
+def _value_and_gradient(item: OwnedWeight) -> list[Tensor]:
     value, gradient = item.weight.updated, item.weight.updated.grad
     assert gradient is not None
     return [value.detach(), gradient.to(value.dtype)]
@@ -310,14 +313,14 @@ def _cut(whole: Tensor, bounds: Bounds) -> Tensor:
     return whole.contiguous()
 
 
-def _result_dtype(item: Dealt) -> torch.dtype:
+def _result_dtype(item: OwnedWeight) -> torch.dtype:
     """Returns the dtype in which an owner sends its result: that of products of matrices."""
     products = item.rule.products
     low = products is not None and products.dtype == "bf16"
     return torch.bfloat16 if low else item.weight.updated.dtype
 
 
-def _joined(item: Dealt, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+def _joined(item: OwnedWeight, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Returns whole tensors from the shares of all ranks."""
     wholes = [tensor.new_empty(item.shape) for tensor in like]
     rows = [

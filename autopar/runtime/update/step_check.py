@@ -7,9 +7,9 @@ need no collective of their own. Both sums are finite only if everything is, on 
 is a hash of everything that must be equal on all ranks (`batches.py`); n tokens are equal if Σt² =
 n (Σt / n)². They have 20 bits, so that both sides are exact on up to 2^13 ranks.
 
-The host reads the outcome before the update. If the update is a kernel on a CUDA device it need
-not: the kernel skips the step by itself, and those after it, until the host has read, one step
-later and without waiting for the device, that there was such a step.
+The host reads the outcome before the update, except if the update is a kernel on a CUDA device: the
+kernel then skips the step by itself. It also skips later steps until the host has read the outcome,
+one step later and without waiting for the device.
 
 Buffers that the forward writes (running statistics) are restored when a step is skipped.
 """
@@ -35,7 +35,7 @@ Named = Sequence[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepPart:
     """This rank's part of a step besides gradients.
 
     Attributes:
@@ -45,7 +45,7 @@ class Seen:
         world: number of ranks.
         add_up: returns the sum of a tensor over all ranks.
         differences: describes how ranks with different tokens differ; all of them call it.
-        gather: returns what every rank passes; all of them call it.
+        gather: returns the values that all ranks pass; all ranks call it.
     """
 
     loss: Tensor
@@ -107,7 +107,7 @@ class StepCheck:
         self._before = [(tensor, tensor.clone()) for tensor in written] if self.wanted else []
 
     @torch.no_grad()
-    def decide(self, squares: Tensor, seen: Seen, scaler: Scaler | None) -> Outcome:
+    def decide(self, squares: Tensor, seen: StepPart, scaler: Scaler | None) -> Outcome:
         """Combines the reports of all ranks and decides; nothing waits for the device.
 
         Args:
@@ -137,7 +137,7 @@ class StepCheck:
         self._report.copy_(torch.stack([fine.double(), alike.double(), loss, norm]))
         return Outcome(norm, loss, made)
 
-    def read(self, seen: Seen, named: Callable[[], tuple[Named, Named]]) -> None:
+    def read(self, seen: StepPart, named: Callable[[], tuple[Named, Named]]) -> None:
         """Raises, on all ranks, unless training may continue.
 
         Args:
@@ -161,7 +161,7 @@ class StepCheck:
         """Ends a step; if the host reads late, raises the error of the previous step.
 
         Args:
-            differences: as in `Seen`.
+            differences: as in `StepPart`.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: as `read`.
@@ -178,13 +178,13 @@ class StepCheck:
         alike: bool,
         differences: Callable[[], AutoparError],
     ) -> None:
-        """Take what all ranks have added up of a step that has been made already.
+        """Takes the sums over all ranks of a step that was already applied.
 
         Args:
             loss, norm: of that step.
             fine: whether all gradients were finite.
             alike: whether ranks were given alike.
-            differences: as of `Seen`.
+            differences: as of `StepPart`.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: as `read`.

@@ -25,7 +25,7 @@ from autopar.runtime.update.owners import (
     with_owners,
 )
 from autopar.runtime.update.scaler import Scaler
-from autopar.runtime.update.step_check import Named, Seen, StepCheck, check_policy
+from autopar.runtime.update.step_check import Named, StepCheck, StepPart, check_policy
 
 if TYPE_CHECKING:
     from autopar.runtime.parameters.shards import Weight, Weights
@@ -77,11 +77,11 @@ class Update:
         training: the settings.
         precision: precision of the program.
         trained: tensors that this rank updates, with names of the model's parameters.
-        device: their device.
+        device: device of the parameters.
         bucket: bytes of parameters whose state is copied together from host memory; None if the
             state is on the device.
         held: if AdamW's step is a kernel, stored tensors of masters that only need rounding, by the
-            master's id, which the kernel also writes; None to keep every optimizer as it is.
+            master's id, which the kernel also writes; None to leave every optimizer unchanged.
         scattered: ids of updated tensors whose gradients come from a reduce_scatter.
         weights: all parameters of `trained`. If the state is in host memory, so are masters.
 
@@ -96,7 +96,7 @@ class Update:
             {} without.
         away: moves the state to host memory and back; None if it stays.
         kernel: the optimizer, if its step is a kernel, else None.
-        owners: of every program, what its ranks update for one another; () if nothing.
+        owners: the owned parameters of every program; () if there are none.
         written: ids of masters whose stored tensors a step also writes.
         check: decides whether a step is made.
         compared: whether all ranks have the same groups, whose options must then be alike. Stages
@@ -138,7 +138,7 @@ class Update:
                 self.written = frozenset(held)
         self.scaler = Scaler(device) if precision.scaled else None
         self.check = StepCheck(training.on_nonfinite, device)
-        # True if the host need not know whether a step is made.
+        # True if the host does not need to know whether a step is applied.
         unread = self.kernel is not None or not (self.check.wanted or precision.scaled)
         self.check.late = device.type == "cuda" and unread
         self.averages: dict[int, Tensor] = {}
@@ -233,7 +233,7 @@ class Update:
                     todo="correct the scheduler",
                 )
 
-    def step(self, squares: Callable[[], Tensor], seen: Seen) -> tuple[Tensor, Tensor | None]:
+    def step(self, squares: Callable[[], Tensor], seen: StepPart) -> tuple[Tensor, Tensor | None]:
         """Updates the parameters by their gradients, which have been collected, and gathers them.
 
         That is left out if the ranks decide against it; see `step_check.py`.
@@ -293,8 +293,8 @@ class Update:
         """Update the parameters of one stage, whatever becomes of the others', and gather them.
 
         Args:
-            weights: of the stage; their gradients are given up.
-            norm: of its gradients; None where nobody needs it.
+            weights: weights of the stage; their gradients are given up.
+            norm: norm of its gradients; None where nobody needs it.
         """
         if norm is not None and self.training.clip_norm is not None:
             clip(weights.gradients, norm, self.training.clip_norm)
@@ -343,7 +343,7 @@ class Update:
 
 
 def _settle(weights: Sequence[Weights], made: Tensor | None) -> None:
-    """Ends a step for what compressed reductions keep; see `Memory.settle`."""
+    """Commits or restores the memory of compressed reductions; see `Memory.settle`."""
     for each in weights:
         for weight in each.all:
             weight.memory.settle(made)

@@ -1,7 +1,7 @@
 """Choice of the next token from logits, greedily or by drawing, and the end of a sequence.
 
-Settings that are not passed are those of the model's `generation_config`, and else transformers'
-defaults, so that a call generates the tokens that `model.generate` does.
+Settings that are not passed come from the model's `generation_config`, or else from transformers'
+defaults, so that a call generates the same tokens as `model.generate`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import OptionError
-from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, Row, Whole, checked
+from autopar.files.checked_values import (
+    FLAG,
+    NOTHING,
+    AnyOf,
+    Check,
+    Instance,
+    Integer,
+    Number,
+    Row,
+    checked,
+)
 from autopar.session.generation.processors import Processor, Processors
 
-_FUNCTION = Of((Callable,), "a function of tokens and scores")  # type: ignore[arg-type]
-_TOKEN = Whole(0, 2**31)
+_FUNCTION = Instance((Callable,), "a function of tokens and scores")  # type: ignore[arg-type]
+_TOKEN = Integer(0, 2**31)
 _CHECKS: dict[str, Check] = {
-    "do_sample": Or((NOTHING, FLAG)),
-    "temperature": Or((NOTHING, Number(0, 1e30))),
-    "top_k": Or((NOTHING, Whole(0, 2**31))),
-    "top_p": Or((NOTHING, Number(0, 1))),
-    "eos_token_id": Or((NOTHING, _TOKEN, Row(_TOKEN))),
-    "pad_token_id": Or((NOTHING, _TOKEN)),
-    "seed": Or((NOTHING, Whole(0, 2**63 - 1))),
-    "max_new_tokens": Or((NOTHING, Whole(1, 2**31))),
-    "decoder_start_token_id": Or((NOTHING, _TOKEN)),
-    "repetition_penalty": Or((NOTHING, Number(0, 1e30, above=True))),
-    "logits_processor": Or((NOTHING, Row(_FUNCTION))),
+    "do_sample": AnyOf((NOTHING, FLAG)),
+    "temperature": AnyOf((NOTHING, Number(0, 1e30))),
+    "top_k": AnyOf((NOTHING, Integer(0, 2**31))),
+    "top_p": AnyOf((NOTHING, Number(0, 1))),
+    "eos_token_id": AnyOf((NOTHING, _TOKEN, Row(_TOKEN))),
+    "pad_token_id": AnyOf((NOTHING, _TOKEN)),
+    "seed": AnyOf((NOTHING, Integer(0, 2**63 - 1))),
+    "max_new_tokens": AnyOf((NOTHING, Integer(1, 2**31))),
+    "decoder_start_token_id": AnyOf((NOTHING, _TOKEN)),
+    "repetition_penalty": AnyOf((NOTHING, Number(0, 1e30, above=True))),
+    "logits_processor": AnyOf((NOTHING, Row(_FUNCTION))),
 }
 _DEFAULTS: dict[str, Any] = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,
@@ -71,7 +81,7 @@ class GenerateKeywords(TypedDict, total=False):
         eos_token_id: token, or tokens, that end a sequence.
         pad_token_id: what follows the end of a sequence; by default the token that ends it.
         decoder_start_token_id: the first token of an encoder-decoder's results.
-        seed: of the draws; without it, torch's own generator, on one rank only.
+        seed: seed of the draws; without it, torch's own generator, on one rank only.
         repetition_penalty: makes tokens that a text has already less likely; by default 1.
         logits_processor: functions that change scores, such as those of transformers; each gets the
             tokens so far and the scores of the next one, whole and on the CPU.
@@ -231,7 +241,7 @@ def _most(model: nn.Module, begun: int) -> int:
 
 
 def _refuse_others(config: Any, sampled: bool) -> None:
-    """Raises OptionError if a configuration asks for something that would be left out."""
+    """Raises OptionError if a configuration requests a feature that is not implemented."""
     for name, idle in _IDLE.items():
         value = getattr(config, name, None)
         if value is None or value in idle or (name in _SAMPLING and not sampled):

@@ -61,9 +61,9 @@ def compile_pair(
     """Compiles a prefill and a decode, the same on every rank; every rank calls it.
 
     Args:
-        compiler: of the session.
+        compiler: compiler of the session.
         model: the model.
-        sizes: of the prompts.
+        sizes: sizes of the prompts.
         first: the program that stores the parameters; None if the prefill is to store them.
 
     Raises:
@@ -150,7 +150,7 @@ def load_pair(
     """Loads the programs over the parameters of an executor; every rank calls it.
 
     Args:
-        executor: of the session.
+        executor: executor of the session.
         compiled: the prefill and the decode.
         running: how the session runs programs.
         main: the program that the executor started with, which may be the prefill.

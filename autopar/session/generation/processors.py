@@ -35,7 +35,7 @@ class Processors:
 
         Args:
             ids: the texts so far, i64[batch, tokens].
-            scores: of the next token, f32[batch, vocabulary].
+            scores: scores of the next token, f32[batch, vocabulary].
             padding: number of tokens that precede each prompt, i64[batch].
             left: number of tokens that are still to come.
         """

@@ -109,9 +109,9 @@ class Prompts:
         """Returns the arguments of the decode of a generated token.
 
         Args:
-            token: of every sequence, i64[batch].
-            number: how many tokens were generated before it.
-            count: how many are generated at most.
+            token: token of every sequence, i64[batch].
+            number: number of tokens generated before it.
+            count: maximum number of generated tokens.
         """
         before = self.first.shape[1]
         own = torch.ones_like(self.first) if self.encoded else self.mask

@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.capture.generation.calls import Sizes
 from autopar.errors import OptionError
-from autopar.files.checked_values import Text, Whole, checked
+from autopar.files.checked_values import Integer, Text, checked
 
 TRAIN, GENERATE = "train", "generate"
 
@@ -43,6 +43,6 @@ def sizes_of(
             why="the prompts of a generation are described by their sizes",
             todo="pass batch, prompt and new_tokens",
         )
-    count = Whole(1, 2**31)
+    count = Integer(1, 2**31)
     checked(OptionError, **{name: (value, count) for name, value in given.items()})
     return Sizes(int(batch or 0), int(prompt or 0), int(new_tokens or 0))

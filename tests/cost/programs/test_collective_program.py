@@ -10,7 +10,7 @@ import pytest
 from autopar.cost import collectives
 from autopar.cost.collectives import algorithms, written
 from autopar.cost.programs import collective_program
-from autopar.cost.programs.collective_judge import judge
+from autopar.cost.programs.collective_checker import check_program
 from autopar.cost.programs.collective_program import CollectiveProgram, Message, Post
 from autopar.errors import CollectiveError
 from autopar.ir.chosen_algorithms import KINDS
@@ -27,7 +27,7 @@ all_reduce by flat_ring over 3 in 3 chunks
 
 def test_a_ring_reads_as_its_documentation_says() -> None:
     program = CollectiveProgram.parse(RING)
-    judge(program)
+    check_program(program)
     assert str(program) == RING
     assert textwrap.indent(RING, "    ") in (collective_program.__doc__ or "")
     # The algorithm's own goes the other way around at first: it is a gather run backwards.
@@ -42,7 +42,7 @@ def test_programs_parse_back(kind: str, name: str, shape: tuple[int, ...]) -> No
     for pieces in (1, 3):
         program = written(kind, name, shape, pieces)
         assert CollectiveProgram.parse(str(program)) == program
-        judge(program)
+        check_program(program)
 
 
 def test_spans_of_chunks_are_short() -> None:
@@ -127,7 +127,7 @@ def test_one_more_algorithm_is_one_more_file(
     try:
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             assert "star" in algorithms(kind)
-            judge(written(kind, "star", (2, 3), 2))
+            check_program(written(kind, "star", (2, 3), 2))
         (tmp_path / "another_of_a_test.py").write_text(STAR)
         algorithms.cache_clear()
         with pytest.raises(CollectiveError, match="two algorithms 'star'"):

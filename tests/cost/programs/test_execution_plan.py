@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from autopar.cost.algorithms import Level
 from autopar.cost.collectives import written
-from autopar.cost.programs.execution_judge import judge_plan
+from autopar.cost.programs.execution_checker import check_plan
 from autopar.cost.programs.execution_plan import ExecutionPlan, Operation
-from autopar.cost.programs.execution_writer import execution_plan, played_plan
-from autopar.cost.programs.play import flow_of, play
+from autopar.cost.programs.execution_writer import execution_plan, simulate_plan
+from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 from autopar.errors import CollectiveError
 from tests.cost.programs.grids import ALGORITHMS
 
@@ -102,9 +102,9 @@ def packets() -> str:
 def test_plans_are_read_judged_priced_and_written_back(text: str, tmp_path: Path) -> None:
     read = ExecutionPlan.parse(text)
     assert json.loads(str(read)) == json.loads(text)
-    judge_plan(read)
+    check_plan(read)
     # Two chunks of four there and two back, each after the other one's: 2 (a + m / 2b).
-    there_and_back = played_plan(read, [Level(2, 100.0, 1.0)], 400).seconds
+    there_and_back = simulate_plan(read, [Level(2, 100.0, 1.0)], 400).seconds
     assert there_and_back == pytest.approx(2 * (1 + 200 / 100))
     read.save(tmp_path / "plan.json")
     assert ExecutionPlan.load(tmp_path / "plan.json") == read
@@ -125,8 +125,8 @@ def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | 
         (changed(halves(), 0, 0, 2, {"name": "nop"}), "wrong chunk"),
         (changed(packets(), 0, 1, 0, {"name": "nop"}), "wrong chunk"),
         (changed(packets(), 1, 0, 0, {"name": "nop"}), "wait for one another"),
-        (changed(halves(), 0, 0, 2, {"name": "glres"}), "not judged"),
-        (changed(halves(), 0, 0, 3, {"name": "nop", "tbg_info": {"tb_id": 0}}), "not judged"),
+        (changed(halves(), 0, 0, 2, {"name": "glres"}), "not supported"),
+        (changed(halves(), 0, 0, 3, {"name": "nop", "tbg_info": {"tb_id": 0}}), "not supported"),
         (changed(halves(), 0, 0, 3, {**WAIT, "channel_ids": [7]}), "no channel 7"),
         (
             changed(halves(), 0, 0, 3, {"name": "sem_acquire", "semaphore_ids": [0]}),
@@ -144,8 +144,8 @@ def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | 
             changed(halves(), 0, 0, 3, move("put", own("i", 0), far(5, 0))),
             "does not name",
         ),
-        (halves().replace("allreduce", "gossip"), "not judged"),
-        (halves().replace('"sum"', '"max"', 1), "by 'max' is not judged"),
+        (halves().replace("allreduce", "gossip"), "not supported"),
+        (halves().replace('"sum"', '"max"', 1), "by 'max' is not supported"),
         (changed(halves(), 0, 0, 1, {**WAIT, "channel_ids": [0, 0]}), "wait for one another"),
         (changed(halves(), 0, 0, 1, {**WAIT, "channel_type": "port"}), "no channel 0"),
         (plan([]), "equal inputs"),
@@ -154,7 +154,7 @@ def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | 
 )  # fmt: skip
 def test_broken_plans_are_caught(text: str, says: str) -> None:
     with pytest.raises(CollectiveError) as caught:
-        judge_plan(ExecutionPlan.parse(text))
+        check_plan(ExecutionPlan.parse(text))
     assert says in str(caught.value)
 
 
@@ -174,7 +174,7 @@ def test_a_race_is_caught_whatever_came_of_it() -> None:
         [{"blocks": [[put]]}, {"blocks": [[{**copy, "dst_buff": [own("s", 1)]}]]}],
     ):
         with pytest.raises(CollectiveError, match=r"may not be there yet|may still use"):
-            judge_plan(ExecutionPlan.parse(plan(blocks)))
+            check_plan(ExecutionPlan.parse(plan(blocks)))
 
 
 def test_semaphores_join_threadblocks_of_one_gpu() -> None:
@@ -184,10 +184,10 @@ def test_semaphores_join_threadblocks_of_one_gpu() -> None:
     acquire = {**release, "name": "sem_acquire"}
     joined = [{"blocks": [[copy, release], [acquire, add]]}, {"blocks": []}]
     with pytest.raises(CollectiveError, match="ends with the wrong chunk"):
-        judge_plan(ExecutionPlan.parse(plan(joined)))  # ends, and is no all_reduce
+        check_plan(ExecutionPlan.parse(plan(joined)))  # ends, and is no all_reduce
     apart = [{"blocks": [[copy], [add]]}, {"blocks": []}]
     with pytest.raises(CollectiveError, match="may not be there yet"):
-        judge_plan(ExecutionPlan.parse(plan(apart)))
+        check_plan(ExecutionPlan.parse(plan(apart)))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_ours_are_written_read_back_and_judged(
     for pieces in (1, 2):
         made = execution_plan(written(kind, name, shape, pieces))
         assert ExecutionPlan.parse(str(made)) == made
-        judge_plan(made)
+        check_plan(made)
 
 
 @settings(deadline=None, max_examples=80)
@@ -239,12 +239,12 @@ def test_every_operation_is_needed(
     broken = replace(gpu, threadblocks=(replace(block, operations=tuple(operations)),))
     gpus = (*made.gpus[:rank], broken, *made.gpus[rank + 1 :])
     with pytest.raises(CollectiveError):
-        judge_plan(replace(made, gpus=gpus))
+        check_plan(replace(made, gpus=gpus))
 
 
 def test_a_plan_is_priced_as_its_program_is() -> None:
     levels = [Level(2, 1e9, 1e-5), Level(4, 1e10, 1e-6)]
     for kind, name in (("all_reduce", "halving_doubling"), ("broadcast", "chain")):
         plan = execution_plan(written(kind, name, (2, 4)))
-        played = play(flow_of(kind, name, (2, 4)), levels, 1e6).seconds
-        assert played_plan(plan, levels, 1e6).seconds == pytest.approx(played)
+        played = simulate_messages(flow_of(kind, name, (2, 4)), levels, 1e6).seconds
+        assert simulate_plan(plan, levels, 1e6).seconds == pytest.approx(played)

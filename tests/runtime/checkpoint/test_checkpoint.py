@@ -199,7 +199,7 @@ def test_a_folder_that_is_read_only_is_named_and_keeps_what_it_holds() -> None:
 
 
 def test_a_folder_of_the_old_form_is_read_and_replaced(tmp_path: Path) -> None:
-    """Files once lay beside checkpoint.json; what a user put there stays."""
+    """Older versions wrote files next to checkpoint.json; what a user put there stays."""
     program = small()
     path = program.save_checkpoint(tmp_path / "one").result()
     first = {k: v.clone() for k, v in program.state_dict().items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.cost import collectives
 from autopar.cost.collectives import written
-from autopar.cost.programs.collective_judge import judge
+from autopar.cost.programs.collective_checker import check_program
 from autopar.cost.programs.row_check import checked
 from autopar.errors import AutoparError, CollectiveError
 from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms
@@ -172,7 +172,7 @@ def _apart(rows):
 '''
 
 
-def test_random_programs_run_as_the_judge_proves(tmp_path: Path) -> None:
+def test_random_programs_run_as_the_checker_proves(tmp_path: Path) -> None:
     """Trees that differ from chunk to chunk: chunks of one message were written by others apart."""
     seeds = range(12)
     for seed in seeds:
@@ -186,7 +186,7 @@ def test_random_programs_run_as_the_judge_proves(tmp_path: Path) -> None:
     collectives.algorithms.cache_clear()
     try:
         for seed in seeds:
-            judge(written("all_reduce", f"random_{seed}", (4,)))
+            check_program(written("all_reduce", f"random_{seed}", (4,)))
     finally:
         collectives.__path__.remove(str(tmp_path))
         collectives.algorithms.cache_clear()
@@ -217,7 +217,7 @@ def kept_then_added() -> list[float]:
     buffer = torch.tensor([[1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 0.0]][me])
     comm = Communicator(Mesh.parse("cpu: gpu=2"))
     calls = comm.group("gpu").calls
-    programmed._Run(calls.handle, calls.ranks, [buffer]).play(programmed._Work(rounds, 0))
+    programmed._Run(calls.handle, calls.ranks, [buffer]).execute(programmed._Work(rounds, 0))
     return buffer.tolist()
 
 

@@ -21,7 +21,7 @@ from autopar.runtime.parameters import flat_buffers as flat
 from autopar.runtime.parameters.flat_buffers import Flat, neighbours
 from autopar.runtime.update import adamw
 from autopar.runtime.update.adamw import AdamW
-from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.step_check import StepPart
 from tests.support.mixed import ADAMW, GROUPS, PAIR, error, judge, net, no_decay, used_whole
 from tests.support.ranks import run_ranks
 
@@ -190,7 +190,7 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
     inputs = executor._prepare(executor.main, batch, "step")
     if how:
         loss, token = torch.ones(()), inputs[TOKEN]
-        seen = Seen(
+        seen = StepPart(
             loss, token, inputs, 1, executor._add_up, executor._intake.differences, lambda x: [x]
         )
         with NoWaiting():

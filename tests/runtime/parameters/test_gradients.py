@@ -31,7 +31,7 @@ def loss_of(comm: Communicator, whole: Tensor, part: Tensor, number: int) -> Ten
 
 
 def both_ways(rounds: int, bucket: int) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of two steps: moved within the backward, and beside it."""
+    """The gradients of two steps: moved in the backward, and asynchronously."""
     found = []
     for beside in (False, True):
         comm = Runtime(MESH, torch.device("cpu"))

@@ -36,7 +36,7 @@ class Partial:
         return devices
 
     def start(self, v: int, device: int) -> float:
-        """Returns the earliest start of a task on a device, after what that device has run."""
+        """Returns the earliest start of a task on a device, after the device's previous tasks."""
         arrivals = (
             self.ends[t.a] + self.problem.delay(t.nbytes, self.devices[t.a], device)
             for t in self.problem.inputs[v]

@@ -1,4 +1,4 @@
-"""ETF: of all tasks that are ready, the one that can start first, on the device where it can.
+"""Earliest task first (ETF): runs the ready task that can start first, on the device where it can.
 
 Hwang, Chow, Anger and Lee, "Scheduling Precedence Graphs in Systems with Interprocessor
 Communication Times" (SIAM J. Comput. 18, 1989). Ties go to the higher rank, then to the faster
@@ -10,7 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.inter_op.placement.methods._greedy_start import Partial
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 
 def place(problem: PlacementProblem, **options: Any) -> Placed:
@@ -31,5 +35,8 @@ def place(problem: PlacementProblem, **options: Any) -> Placed:
         for t in problem.outputs[v]:
             waiting[t.b] -= 1
             ready += [t.b] if not waiting[t.b] else []
-    played = (play(problem, partial.devices, order), play(problem, partial.devices))
-    return min(played, key=lambda placed: placed.seconds)
+    placements = (
+        simulate_placement(problem, partial.devices, order),
+        simulate_placement(problem, partial.devices),
+    )
+    return min(placements, key=lambda placed: placed.seconds)

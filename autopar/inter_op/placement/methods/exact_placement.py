@@ -16,7 +16,11 @@ import warnings
 from typing import Any
 
 from autopar.errors import InfeasibleError, ProblemError
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 MOST = 16  # tasks
 
@@ -39,7 +43,7 @@ def place(problem: PlacementProblem, *, time_limit: float = 60.0, **_: Any) -> P
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stated = _Stated(problem)
+        stated = _PulpProgram(problem)
         stated.lp.solve(pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=1e-9))
     if stated.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise InfeasibleError(
@@ -49,10 +53,10 @@ def place(problem: PlacementProblem, *, time_limit: float = 60.0, **_: Any) -> P
             todo="use more devices, larger ones, or a longer time limit",
         )
     devices = [max(on, key=lambda d: float(on[d].varValue or 0.0)) for on in stated.on]
-    return play(problem, devices, stated.order())
+    return simulate_placement(problem, devices, stated.order())
 
 
-class _Stated:
+class _PulpProgram:
     """The program; `order` reads the tasks by their starts off its solution."""
 
     def __init__(self, problem: PlacementProblem) -> None:
@@ -108,7 +112,7 @@ class _Stated:
                 self.lp += self.start[v] >= self.ends[w] - 1e3 * (first + free)
 
     def order(self) -> list[int]:
-        """Returns the tasks by start, those that wait for another one after it."""
+        """Returns the tasks in the order of their starts, each after its predecessors."""
         place = {v: k for k, v in enumerate(self.problem.order)}
         starts = [float(start.varValue or 0.0) for start in self.start]
         waiting = sorted(range(len(starts)), key=lambda v: (starts[v], place[v]))

@@ -1,7 +1,7 @@
 """Markov chain Monte Carlo over placements, as FlexFlow's search applied to devices.
 
 A random task moves to a random device, two tasks exchange their devices, or two neighbours in the
-order exchange their places; the play decides, by Metropolis' rule at a falling temperature. The
+order are swapped; the simulated time decides, by Metropolis' rule at a falling temperature. The
 walk starts from the best placement of list scheduling that fits.
 """
 
@@ -14,7 +14,11 @@ from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op.placement.methods import earliest_start, list_scheduling, single_device
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 HOT, COLD = 3e-2, 1e-4  # first and last temperature, relative to the seconds at the start
 MOVES = 20_000
@@ -41,7 +45,7 @@ def place(
             changed[v - 1], changed[v] = changed[v], changed[v - 1]
         if not problem.fits(devices):
             continue
-        tried = play(problem, devices, changed)
+        tried = simulate_placement(problem, devices, changed)
         if tried.seconds <= now.seconds - heat * math.log(1.0 - draw.random()):
             now, order = tried, changed
             best = min(best, now, key=lambda placed: placed.seconds)

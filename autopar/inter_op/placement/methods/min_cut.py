@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 
 def place(problem: PlacementProblem, *, seed: int = 0, **_: Any) -> Placed:
@@ -29,7 +33,7 @@ def place(problem: PlacementProblem, *, seed: int = 0, **_: Any) -> Placed:
             why="it balances the number of tasks, not their memory",
             todo="use another method",
         )
-    return play(problem, devices)
+    return simulate_placement(problem, devices)
 
 
 def _parts(problem: PlacementProblem, nodes: list[int], count: int, seed: int) -> list[list[int]]:

@@ -1,11 +1,15 @@
-"""All tasks on the one device that is fastest for them."""
+"""Places all tasks on the single device that is fastest for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.placement.placement_problem import Placed, PlacementProblem, play
+from autopar.inter_op.placement.placement_problem import (
+    Placed,
+    PlacementProblem,
+    simulate_placement,
+)
 
 
 def place(problem: PlacementProblem, **_: Any) -> Placed:
@@ -18,4 +22,7 @@ def place(problem: PlacementProblem, **_: Any) -> Placed:
             where=f"placement problem {problem.name!r}",
             todo="use another method",
         )
-    return min((play(problem, devices) for devices in fitting), key=lambda placed: placed.seconds)
+    return min(
+        (simulate_placement(problem, devices) for devices in fitting),
+        key=lambda placed: placed.seconds,
+    )

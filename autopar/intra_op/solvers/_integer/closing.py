@@ -1,4 +1,4 @@
-"""Closes the gap with integer programs, restricted to what can cost less than a target.
+"""Closes the gap with integer programs, restricted to choices that can cost less than a target.
 
 Everything that the bound rules out below a target is dropped. If the rest has a solution below the
 target, its best one is optimal for the relaxation; otherwise the target is a bound, and the next

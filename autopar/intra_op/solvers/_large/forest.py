@@ -1,8 +1,9 @@
 """Dynamic programs over random forests: many nodes take their best choices at once, given the rest.
 
 Of a list of nodes, each in turn joins the forest unless it would close a cycle of its edges. The
-best choices of the forest, given those of all other nodes, follow from one pass from the leaves to
-the roots and one back. Hamze and de Freitas, "From Fields to Trees" (UAI 2004), draw samples so.
+best choices of the forest, given the choices of all other nodes, follow from one pass from the
+leaves to the roots and one back. Hamze and de Freitas, "From Fields to Trees" (UAI 2004), draw
+samples in this way.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _joins(s: Local, f: Forest, v: int, count: int) -> bool:
 
 @inner
 def _grow(s: Local, f: Forest, candidates: int) -> int:
-    """Keeps those of the first `candidates` nodes that form a forest; returns their number."""
+    """Keeps nodes among the first `candidates` that form a forest; returns their number."""
     count = 0
     for k in range(candidates):
         v = f.nodes[k]
@@ -194,9 +195,9 @@ def resolve(
     Args:
         s: the problem.
         f: working space with the candidates; its `nodes` and `taken` become the solution.
-        cost: cost of every choice, with what its memory is priced at.
+        cost: cost of every choice, including the price of its memory.
         choice: present choice of every node.
-        candidates: their number.
+        candidates: number of candidates.
         asked: choice that the first candidate takes in any case; -1 for its best one.
 
     Returns:

@@ -82,7 +82,7 @@ def _take(s: Local, w: Walk, count: int) -> None:
 def anneal(s: Local, w: Walk, record: float, rounds: int, heat: float, seed: int) -> float:
     """Kicks random nodes `rounds` times at a temperature of `heat` seconds.
 
-    Returns the seconds of the cheapest choice, at most `record`, those of `w.best` at first.
+    Returns the seconds of the cheapest choice, at most `record`, the initial seconds of `w.best`.
     """
     np.random.seed(seed)
     choice, cost = w.choice, w.cost
@@ -109,7 +109,7 @@ def anneal(s: Local, w: Walk, record: float, rounds: int, heat: float, seed: int
 
 @inner
 def _unpriced(s: Local, w: Walk, count: int) -> float:
-    """Returns what a rise of the priced cost lacks, or exceeds, to that of the cost alone."""
+    """Returns the difference between the rise of the cost and the rise of the priced cost."""
     total = 0.0
     for k in range(count):
         at = s.graph.start[w.space.nodes[k]]
@@ -140,10 +140,10 @@ def polish(s: Local, u: Usage, choice: Ints, sweeps: int) -> None:
 
 @entry
 def repair(s: Local, u: Usage, cost: Floats, choice: Ints) -> bool:
-    """Lightens nodes at the fullest time until all fits; returns whether that was possible.
+    """Reduces memory at the fullest time until the limit holds; returns whether it succeeded.
 
-    Of all choices that hold less at that time and nowhere more, the one with the least rise of the
-    priced cost per byte is next.
+    Among all choices with fewer bytes at that time and no more at any other, it takes the one with
+    the least rise of the priced cost per byte.
     """
     while u.top[1] > s.limit:
         at = 1

@@ -1,6 +1,6 @@
 """Multipliers on memory at every time, for problems that stay large after reductions.
 
-Every time has a Lagrange multiplier: what a byte costs that is held then. It changes by a factor
+Every time has a Lagrange multiplier, the price of a byte at this time. It changes by a factor
 that depends on how far a cheap choice is above or below the limit, relative to the room above the
 lightest choices: multiplicative weights, Plotkin, Shmoys and Tardos, "Fast Approximation Algorithms
 for Fractional Packing and Covering Problems" (FOCS 1991). Between two changes TRW-S continues with
@@ -22,7 +22,7 @@ from autopar.intra_op.solvers._moves import Local, local, price
 from autopar.intra_op.solvers._trws import bound, sweep
 
 FORESTS = 2  # at a time
-ROUNDS = 4  # most rounds of forests on what TRW-S decodes
+ROUNDS = 4  # maximum number of rounds of forests on the solution that TRW-S decodes
 WORTH = 1e-3  # relative gain of a round after which another one follows
 POLISHES = 3  # sweeps over single nodes
 FIRST = 0.02  # price of all memory up to the limit at first, relative to the bound without it
@@ -67,7 +67,7 @@ class Multipliers:
         )
 
     def _weighed(self, rates: Floats) -> Floats:
-        """Returns for every choice the sum of its bytes, those of each piece times its rate."""
+        """Returns for every choice the sum of the bytes of its pieces, each times its rate."""
         flat, lengths = self.flat, np.diff(self.flat.held)
         owner = np.repeat(flat.start[flat.span[:, 0]] - flat.held[:-1], lengths)
         owner += np.arange(len(owner))
@@ -77,8 +77,8 @@ class Multipliers:
     def choose(self) -> Ints:
         """Returns a cheap choice at the present prices; it need not fit.
 
-        That is the cheaper of two: the last choice, which random forests improve at the present
-        prices, and what TRW-S decodes, which they improve as long as that pays.
+        It is the cheaper of two choices: the last choice, improved by random forests at the present
+        prices, and the choice that TRW-S decodes, improved by forests as long as that pays.
         """
         priced = self.moves._replace(cost=self.cost())
         decoded: list[Ints] = []

@@ -17,7 +17,7 @@ from autopar.intra_op.solvers._search import Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
 ENTRIES = 500_000  # pairs of choices above which they are not tried either
-PAIRS = 4.0e7  # pairs per second of a step of the prices; both speeds are those of one shared core
+PAIRS = 4.0e7  # pairs per second of a step of the prices; both speeds are of one shared core
 VISITS = 2.2e8  # pairs per second of kicks
 STEP, KICK = 50_000, 500  # pairs that take the time of a step's and of a kick's other work
 BALL = 25  # matrices visited by a kick, on average
@@ -42,7 +42,7 @@ class Progress:
         search: the search.
         work: this part's share of the work.
         share: its share of the time that is left.
-        rate: what is counted, per second of work.
+        rate: counted units per second of work.
     """
 
     def __init__(self, search: Search, work: float, share: float, rate: float) -> None:

@@ -1,8 +1,8 @@
 """A segment tree of the bytes in use: a change of one node's memory and the peak in O(log times).
 
-Entry k of `top` is the peak of the times under tree node k, without what its ancestors add; `lift`
-is what node k adds to all of its times. Both have 2 n entries, the root is entry 1, and the leaves
-begin at n, a power of two.
+Entry k of `lift` is the number of bytes that tree node k adds to all times under it. Entry k of
+`top` is the peak of these times, without the bytes added by ancestors. Both have 2 n entries, the
+root is entry 1, and the leaves begin at n, a power of two.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from autopar.ir.fusion.pattern import Pattern
 
 @functools.cache
 def patterns() -> tuple[Pattern, ...]:
-    """Returns all patterns, longer ones before those that they contain.
+    """Returns all patterns, each before the patterns that it contains.
 
     The order is that of the file names, then that within each file.
     """

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import OFF, LateMethod, Now, Option
+from autopar.runtime.outer.method import OFF, LateMethod, LearningRates, Option
 
 _RATE, _ROUND = "rate", "round"
 
@@ -50,7 +50,12 @@ class CO2(LateMethod):
         return (*self.STATES, "began") if self.options["origin"] == _ROUND else self.STATES
 
     def exchange(
-        self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
+        self,
+        x: Tensor,
+        message: Tensor,
+        arrived: bool,
+        states: Mapping[str, Tensor],
+        now: LearningRates,
     ) -> None:
         """Applies the outer step to the last average and sends the result of the round."""
         anchor, momentum, began = states["anchor"], states["momentum"], states.get("began")
@@ -67,7 +72,7 @@ class CO2(LateMethod):
         if arrived or began is not None:
             x.copy_(anchor)
 
-    def penalty(self, now: Now) -> float:
+    def penalty(self, now: LearningRates) -> float:
         """Returns the penalty of the staleness gap."""
         given = self.options["penalty"]
         if given == OFF:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Now, Option, PromptMethod
+from autopar.runtime.outer.method import LearningRates, Option, PromptMethod
 
 
 class DiLoCo(PromptMethod):
@@ -57,7 +57,9 @@ class DiLoCo(PromptMethod):
         """Returns the difference between the anchor and the replica's parameters."""
         return states["anchor"] - x
 
-    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+    def update(
+        self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: LearningRates
+    ) -> None:
         """Updates the anchor, and sets x to a mixture of both."""
         anchor, beta, step = states["anchor"], self.number("beta"), average
         if beta:

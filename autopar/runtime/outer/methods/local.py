@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Now, PromptMethod
+from autopar.runtime.outer.method import LearningRates, PromptMethod
 
 
 class Local(PromptMethod):
@@ -18,6 +18,8 @@ class Local(PromptMethod):
     NAME = "local"
     CHANGES = "replicas take tau independent steps, and then their average"
 
-    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+    def update(
+        self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: LearningRates
+    ) -> None:
         """Sets x to the average."""
         x.copy_(average)

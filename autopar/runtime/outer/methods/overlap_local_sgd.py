@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import LateMethod, Now, Option
+from autopar.runtime.outer.method import LateMethod, LearningRates, Option
 
 
 class Overlap(LateMethod):
@@ -30,7 +30,12 @@ class Overlap(LateMethod):
         return self.STATES if self.number("beta") else ("anchor",)
 
     def exchange(
-        self, x: Tensor, message: Tensor, arrived: bool, states: Mapping[str, Tensor], now: Now
+        self,
+        x: Tensor,
+        message: Tensor,
+        arrived: bool,
+        states: Mapping[str, Tensor],
+        now: LearningRates,
     ) -> None:
         """Moves the anchor towards the last average, pulls x towards it, and sends x."""
         anchor = states["anchor"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.runtime.outer.method import Now, Option, PromptMethod
+from autopar.runtime.outer.method import LearningRates, Option, PromptMethod
 
 
 class SlowMo(PromptMethod):
@@ -23,7 +23,9 @@ class SlowMo(PromptMethod):
     STATES = ("anchor", "momentum")
     CHANGES = "replicas take tau independent steps; an outer momentum moves their average on"
 
-    def update(self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: Now) -> None:
+    def update(
+        self, x: Tensor, average: Tensor, states: Mapping[str, Tensor], now: LearningRates
+    ) -> None:
         """Applies the slow momentum step."""
         anchor, momentum = states["anchor"], states["momentum"]
         gamma = now.rate or 1.0

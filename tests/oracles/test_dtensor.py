@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.intra_op.rule import rule
 from autopar.intra_op.rules import rules
-from tests.judges.dtensor import OURS, Comparison, compare, fake_mesh
+from tests.oracles.dtensor import OURS, Comparison, compare, fake_mesh
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),

@@ -68,7 +68,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One rule beside DTensor's, over its examples.
+    """A comparison of one rule with DTensor's, over its examples.
 
     Attributes:
         op: its name.
@@ -100,7 +100,7 @@ def fake_mesh() -> Iterator[DeviceMesh]:
 
 
 def compare(rule: OpRule, mesh: DeviceMesh) -> Comparison:
-    """The splits of a rule's examples, beside those that DTensor allows."""
+    """Returns the splits of a rule's examples, and those that DTensor allows."""
     unknown, both, ours, theirs = "", 0, 0, []
     compared = False
     for text in rule.examples:

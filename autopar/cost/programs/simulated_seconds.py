@@ -1,6 +1,6 @@
-"""Prices a collective under an algorithm: plays a few sizes and interpolates linearly between them.
+"""Prices a collective under an algorithm: simulates a few sizes and interpolates linearly.
 
-A played time is the sum of latencies and transfers, so it is linear in the size except where the
+A simulated time is the sum of latencies and transfers, so it is linear in the size except where the
 bottleneck moves to another link. Sizes grow by a factor of four.
 """
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from autopar.cost.algorithms import Level, group_size
 from autopar.cost.device import Device
-from autopar.cost.programs.play import flow_of, play
+from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 from autopar.ir.chosen_algorithms import Algorithm
 
 
-class Pace(NamedTuple):
+class MessageCosts(NamedTuple):
     """Costs of messages beyond latency and bandwidth of the links.
 
     Attributes:
-        in_step: whether the calls of a rank follow one another on a stream.
-        adding: seconds in which a receiver adds a byte.
+        in_step: whether the calls of a rank run one after the other, on a stream.
+        adding: seconds per byte that a receiver adds.
         base: seconds of each message.
     """
 
@@ -29,12 +29,12 @@ class Pace(NamedTuple):
     base: float
 
     @classmethod
-    def of(cls, device: Device, levels: tuple[Level, ...]) -> Pace:
-        """Returns the costs on a device in `autopar/runtime/communication/programmed.py`.
+    def of(cls, device: Device, levels: tuple[Level, ...]) -> MessageCosts:
+        """Returns the costs of messages of `autopar/runtime/communication/programmed.py`.
 
-        NCCL's calls follow one another on a stream; each costs NCCL's time before the first byte
-        and the launch of a kernel that adds. gloo's messages run side by side. Adding a byte reads
-        two and writes one.
+        NCCL's calls run one after the other on a stream; each takes NCCL's time before the first
+        byte, and the launch of the kernel that adds. gloo's messages run concurrently. Adding a
+        byte reads two bytes and writes one.
         """
         adding = 3 / (device.memory_bandwidth * device.memory_efficiency)
         protocols = levels[-1].library
@@ -43,20 +43,20 @@ class Pace(NamedTuple):
         return cls(True, adding, protocols.ring[-1].base + device.launch)
 
 
-def played_seconds(
-    kind: str, by: Algorithm, levels: tuple[Level, ...], nbytes: float, pace: Pace
+def simulated_seconds(
+    kind: str, by: Algorithm, levels: tuple[Level, ...], nbytes: float, pace: MessageCosts
 ) -> float:
     """Returns the seconds of `kind` under an algorithm over `levels`; 0 for a single device.
 
     Args:
         kind: the collective.
         by: the algorithm.
-        levels: that the devices span, outermost first.
-        nbytes: what each device brings to it.
-        pace: what messages take besides.
+        levels: the levels that the devices span, outermost first.
+        nbytes: payload of each device before the call.
+        pace: further costs of messages.
 
     Raises:
-        CollectiveError: there is no such algorithm, or it is for another number of devices.
+        CollectiveError: the algorithm is unknown, or written for another number of devices.
     """
     if group_size(levels) == 1:
         return 0.0
@@ -70,9 +70,11 @@ def played_seconds(
 
 
 @lru_cache(maxsize=65536)
-def _anchor(kind: str, by: Algorithm, levels: tuple[Level, ...], nbytes: int, pace: Pace) -> float:
+def _anchor(
+    kind: str, by: Algorithm, levels: tuple[Level, ...], nbytes: int, pace: MessageCosts
+) -> float:
     flow = flow_of(kind, by.name, by.shape, by.pieces, pace.in_step)
-    return play(flow, levels, nbytes, pace.adding, pace.base).seconds
+    return simulate_messages(flow, levels, nbytes, pace.adding, pace.base).seconds
 
 
 def _sizes(levels: tuple[Level, ...]) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
 """Checks that complete rows run to completion where a send and its receive wait for each other.
 
-This is the independent checker of `complete`: it simulates the ranks and does not know how the rows
-were built. Each rank runs its row in order. It computes an action once its inputs have arrived,
-posts transfers without blocking, and waits for other ranks in two cases: where all copies of
-parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0). A
-transfer completes once both sides have posted it and it is next in the queue of both. Depending on
-`Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains both).
-`weights_judge.py` walks the same rows for the weights that they use.
+This is the independent checker of `complete`: it simulates the ranks, and shares no code with the
+construction of rows. Each rank runs its row in order. It computes an action once its inputs have
+arrived, posts transfers without blocking, and waits for other ranks in two cases: where all copies
+of parameters sum their gradients (SYNC0/copies), and where all ranks decide on an update (UPDATE0).
+A transfer completes once both sides have posted it and it is next in the queue of both. Depending
+on `Step.queue`, calls on one link or all calls of one rank are serialised (`complete` explains
+both). `weights_checker.py` walks the same rows for the weights that they use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from autopar.errors import DeadlockError, ScheduleError
-from autopar.inter_op.judges.owed_sums import Owed
+from autopar.inter_op.checkers.missing_sums import MissingSums
 from autopar.ir.action import (
     ALL,
     COMPUTE,
@@ -54,15 +54,15 @@ def check(step: Step, computed: Sequence[Row] | None = None) -> None:
                 "the complete rows do not compute what the schedule says",
                 todo="complete the schedule again",
             )
-    play = _Play(step)
-    while play.advance():
+    simulation = _Simulation(step)
+    while simulation.advance():
         pass
-    if any(play.left) or any(play.batches):
-        raise play.deadlock()
+    if any(simulation.left) or any(simulation.batches):
+        raise simulation.deadlock()
 
 
 @dataclass
-class _Play:
+class _Simulation:
     """The state of all ranks during the simulation.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Play:
     def _check_posts(self, rank: int, row: Row) -> None:
         """Checks that each transfer belongs to the rank and that inputs are posted before use."""
         seen: set[Action] = set()
-        owed = Owed(row, self.step.wiring)
+        missing = MissingSums(row, self.step.wiring)
         for action in row:
             if action in seen:
                 raise _wrong(action, rank, "it is there twice")
@@ -103,11 +103,11 @@ class _Play:
             elif action.kind in COMPUTE:
                 if not any(need <= seen for need in self._needs(action, rank)):
                     raise _wrong(action, rank, "what it needs is neither computed nor received")
-                owed.computed(action)
+                missing.computed(action)
                 action = _aged(action)
             elif _is_sum(action):
                 self._check_sum(action, rank)
-            elif why := owed.ended(action):
+            elif why := missing.ended(action):
                 raise _wrong(action, rank, why)
             seen.add(action)
 

@@ -1,8 +1,9 @@
-"""Computes buffers that no state_dict has, for models on the meta device.
+"""Computes non-persistent buffers, which no state_dict contains, for models on the meta device.
 
-`register_buffer(..., persistent=False)` is used for values derived from the configuration: the
-frequencies of a rotary embedding, a causal mask. A model on the meta device has no such values, and
-loading weights brings none. Those that a method of the model initialises are computed by it here.
+Models use `register_buffer(..., persistent=False)` for values that follow from the configuration:
+the frequencies of a rotary embedding, a causal mask. On the meta device these buffers have no
+values, and loading weights does not set them. If a method of the model initialises them, this file
+calls it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 
 def computed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `buffers` with values for those on the meta device that are in no state_dict.
+    """Returns `buffers` with values for non-persistent buffers on the meta device.
 
     Calls a module's `reset_buffers` or `reset_parameters`, or the model's `_init_weights(module)`,
-    on a copy. Buffers that these leave unchanged, or set to random numbers, stay without values.
+    on a copy. A buffer gets no value if these leave it unchanged or set it to random numbers.
     """
     saved = set(model.state_dict())
     filled = dict(buffers)
@@ -43,7 +44,7 @@ def _methods(model: nn.Module, module: nn.Module) -> Iterator[Callable[[nn.Modul
 
 
 def _value(module: nn.Module, key: str, method: Callable[[nn.Module], object]) -> Tensor | None:
-    """Returns the buffer as a method sets it, None if the result depends on its old value."""
+    """Returns the value that a method gives to the buffer; None if it depends on the old value."""
     values = []
     for filled in (0, 1):
         fresh = copy.deepcopy(module).to_empty(device="cpu")

@@ -1,9 +1,9 @@
-"""The judge against damaged programs, with a machine of numbers as its judge.
+"""Tests the checker on damaged programs, against an execution with numbers.
 
 Each rank of the machine has a vector of random numbers, and its rounds follow one another. A
 message is copied at any moment between its posts and the end of the round, straight from the
-sender's memory, as a network may. What the judge accepts must compute the collective in any order
-of events.
+sender's memory, as a network may. A program that it accepts must compute the collective in any
+order of events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost.collectives import written
-from autopar.cost.programs.collective_judge import judge_scripts
+from autopar.cost.programs.collective_checker import check_scripts
 from autopar.cost.programs.collective_program import CollectiveProgram, Message, Post, Script
 from autopar.errors import CollectiveError
 from tests.cost.programs.grids import ALGORITHMS, grids
@@ -144,17 +144,17 @@ def _wrong_message(program: CollectiveProgram, draw: random.Random) -> Collectiv
     try:
         return replace(program, rounds=tuple(found))
     except CollectiveError:
-        return program  # refused before the judge sees it
+        return program  # rejected before it is checked
 
 
 def attack(number: int) -> bool:
-    """Whether the judge accepts the damaged program of a number; the machine must agree."""
+    """Returns whether the checker accepts a damaged program; the execution must agree."""
     draw = random.Random(number)
     kind, name = draw.choice(ALGORITHMS)
     program = written(kind, name, draw.choice(SHAPES), draw.randint(1, 2))
     scripts = damaged(program, draw)
     try:
-        judge_scripts(kind, program.chunks, scripts)
+        check_scripts(kind, program.chunks, scripts)
     except CollectiveError:
         return False
     for _ in range(4):
@@ -193,4 +193,4 @@ def test_no_damaged_program_of_many_gets_through() -> None:
 def test_rounds_that_depend_on_chance_are_refused(posts: list[tuple[int, str]], said: str) -> None:
     first = tuple(Post(peer, (0,), does) for peer, does in posts)
     with pytest.raises(CollectiveError, match=said):
-        judge_scripts("all_reduce", 1, [(first,), ()])
+        check_scripts("all_reduce", 1, [(first,), ()])

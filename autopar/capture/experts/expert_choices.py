@@ -1,8 +1,8 @@
-"""Tracks the tensors of a trace that hold the experts which tokens chose.
+"""Tracks which tensors of a trace hold the expert choices of tokens.
 
-`topk` and `argmax` give the experts of every token, each at most once; comparisons with a number,
-`one_hot`, views and sums of these keep that meaning. Dimensions are named: "token", "slot" (of the
-several choices of a token), and "expert".
+`topk` and `argmax` return the experts of every token, each expert at most once. Comparisons with a
+number, `one_hot`, views and sums keep the meaning of these tensors. Their dimensions are named:
+"token", "slot" (one of the choices of a token), and "expert".
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _SAME = """to long int bool float half double bfloat16 type type_as contiguous d
 
 @dataclass(frozen=True)
 class Choice:
-    """Meaning of a tensor.
+    """The meaning of a tensor of expert choices.
 
     Attributes:
-        what: `IDS` for numbers of experts, `MASK` for nonzero elements where one is chosen, `ANY`
-            for a scalar that is nonzero if any is.
+        what: `IDS` if the elements are expert numbers, `MASK` if an element is nonzero where a
+            token chose an expert, `ANY` if it is a scalar that is nonzero if any token did.
         dims: names of the dimensions.
-        root: the ids, by which two meanings are compared.
-        expert: the expert of a mask without that dimension.
-        experts: how many experts there are.
+        root: the tensor of expert numbers from which it was computed; two tensors mean the same
+            only if they have the same root.
+        expert: the expert of a mask that has no dimension "expert".
+        experts: number of experts.
     """
 
     what: str
@@ -39,7 +40,7 @@ class Choice:
     experts: int = 0
 
     def without(self, at: set[int], **changes: Any) -> Choice:
-        """Returns the meaning with some dimensions gone."""
+        """Returns the meaning without some dimensions."""
         dims = tuple(dim for n, dim in enumerate(self.dims) if n not in at)
         return replace(self, dims=dims, **changes)
 
@@ -49,19 +50,19 @@ Step = Callable[[Choice, Tensor, Sequence[Any], dict[str, Any], Any], Choice | N
 
 @dataclass
 class Choices:
-    """Meanings of the tensors of one trace, by identity."""
+    """The meanings of the tensors of one trace, by the identity of the tensor."""
 
     _known: dict[int, tuple[Tensor, int, Choice]] = field(default_factory=dict)
     _masks: dict[object, Tensor] = field(default_factory=dict)
-    shared: set[int] = field(default_factory=set)  # masks that stand for several of the model's
+    shared: set[int] = field(default_factory=set)  # masks that replace several equal ones
 
     def of(self, x: Any) -> Choice | None:
-        """Returns the meaning of a value, None if it has none or was written since."""
+        """Returns the meaning of a value; None if it has none, or was written in place since."""
         tensor, version, choice = self._known.get(id(x), (None, 0, None))
         return choice if tensor is not None and tensor._version == version else None
 
     def noted(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-        """Remembers what the result of a call means.
+        """Records the meaning of the result of a call.
 
         Returns:
             The result, or an earlier mask of the same meaning, so that equal masks are one tensor.
@@ -82,7 +83,7 @@ class Choices:
         return result if choice is None else self.meaning(result, choice)
 
     def meaning(self, x: Tensor, choice: Choice) -> Tensor:
-        """Remembers what a tensor means; returns it, or an earlier mask of the same meaning."""
+        """Records the meaning of a tensor; returns it, or an earlier mask of the same meaning."""
         if choice.what == MASK:
             key = (choice, tuple(x.shape), x.dtype)
             earlier = self._masks.setdefault(key, x)
@@ -110,7 +111,7 @@ def _routed(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _viewed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
-    """Tokens may be folded, and tokens with all of their slots."""
+    """Returns the meaning of a view, which may merge dimensions of tokens, or tokens with slots."""
     old, new = x.shape, result.shape
     rest = len(of.dims)
     while rest and of.dims[rest - 1] != "token":
@@ -138,7 +139,7 @@ def _transposed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> C
 
 
 def _reordered(of: Choice, order: list[int]) -> Choice | None:
-    """Returns the meaning with dimensions in another order, None if that is one of tokens, too."""
+    """Returns the meaning with permuted dimensions; None if dimensions of tokens are permuted."""
     tokens = [at for at in order if of.dims[at] == "token"]
     dims = tuple(of.dims[at] for at in order)
     return replace(of, dims=dims) if tokens == sorted(tokens) else None
@@ -155,7 +156,7 @@ def _one_hot(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choi
 
 
 def _reduced(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
-    """Over all elements, or over slots, of which at most one is chosen."""
+    """Returns the meaning of a sum over all elements, or over slots: at most one is nonzero."""
     if of.what != MASK:
         return None
     dim = kwargs.get("dim", args[0] if args else None)
@@ -172,7 +173,7 @@ def _reduced(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choi
 
 
 def _taken(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
-    """A slot or an expert by its number, or a run of slots."""
+    """Returns the meaning of one slot or expert, selected by number, or of a range of slots."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if len(index) > len(of.dims) + 1:
         return None

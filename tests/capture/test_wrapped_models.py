@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import autopar
 from autopar.capture.capture import capture
-from autopar.capture.unsaved import computed
+from autopar.capture.nonpersistent_buffers import computed
 from autopar.errors import BatchError, CaptureError, ProgramError
 from autopar.operators.interpret import run
 from tests.support.ranks import run_ranks

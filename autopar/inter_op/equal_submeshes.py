@@ -65,7 +65,7 @@ class _Shape:
     borders: float
 
 
-class Even:
+class EqualSubmeshPipelines:
     """All pipelines of one law with several chunks and one number of microbatches.
 
     Args:

@@ -14,7 +14,7 @@ from autopar.ir.graph import Source
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import DTYPE_NAMES, tensor_type
 
-# These draw random numbers in the memory order of their operand, others in order of dimensions.
+# These draw random numbers in the memory order of their operand; others in dimension order.
 BY_MASK = (
     "select with torch.where or a mask, which keeps the size; compute a mixture of experts by "
     "autopar.mixture"
@@ -41,7 +41,7 @@ def source_of(node: fx.Node) -> Source:
 
 
 def drawn_along(node: fx.Node, op: str) -> tuple[int, ...]:
-    """Returns dimensions in the order in which an operator draws, outermost first; () if usual."""
+    """Returns the dimensions in the order in which an operator draws; () for dimension order."""
     if not _DRAWN.match(op):
         return ()
     value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from autopar.cost.algorithms import Level
 from autopar.cost.collective_seconds import collective_seconds
 from autopar.cost.collectives import written
 from autopar.cost.programs.collective_program import CollectiveProgram
-from autopar.cost.programs.play import Flow, flow_of, play
+from autopar.cost.programs.message_simulation import Flow, flow_of, simulate_messages
 from autopar.errors import CollectiveError
 from benchmarks.published import rings
 from tests.cost.programs.grids import ALGORITHMS
@@ -32,7 +32,7 @@ def seconds(
     in_step: bool = False,
 ) -> float:
     shape = tuple(level.size for level in levels)
-    return play(flow_of(kind, name, shape, pieces, in_step), levels, nbytes).seconds
+    return simulate_messages(flow_of(kind, name, shape, pieces, in_step), levels, nbytes).seconds
 
 
 @settings(deadline=None, max_examples=50)
@@ -123,17 +123,21 @@ def test_two_levels_by_hand() -> None:
     assert seconds("all_to_all", "two_level", levels, 80) == pytest.approx(exchange)
     # What is added takes time where it arrives.
     ring = flow_of("reduce_scatter", "flat_ring", (2,))
-    slow = play(ring, [Level(2, 100.0, 0.1)], 80, adding=0.05).seconds
+    slow = simulate_messages(ring, [Level(2, 100.0, 0.1)], 80, adding=0.05).seconds
     assert slow == pytest.approx(0.1 + 40 / 100 + 40 * 0.05)
-    assert play(ring, [Level(2, 100.0, 0.1)], 80, base=0.5).seconds == pytest.approx(0.6 + 0.4)
+    assert simulate_messages(ring, [Level(2, 100.0, 0.1)], 80, base=0.5).seconds == pytest.approx(
+        0.6 + 0.4
+    )
 
 
 def test_messages_that_are_under_way_together_share_a_port() -> None:
     text = "broadcast by star over 3 in 2 chunks\n0: 0>1 =0-1; 0>2 =0-1\n"
     flow = Flow.of(CollectiveProgram.parse(text))
-    assert play(flow, [Level(3, 10.0, 1.0)], 100).seconds == pytest.approx(1 + 2 * 100 / 10)
+    assert simulate_messages(flow, [Level(3, 10.0, 1.0)], 100).seconds == pytest.approx(
+        1 + 2 * 100 / 10
+    )
     uneven = "broadcast by star over 3 in 4 chunks\n0: 0>1 =0-3; 0>2 =0\n1: 1>2 =1-3\n"
-    played = play(Flow.of(CollectiveProgram.parse(uneven)), [Level(3, 10.0, 0.0)], 40)
+    played = simulate_messages(Flow.of(CollectiveProgram.parse(uneven)), [Level(3, 10.0, 0.0)], 40)
     # 10 bytes each at half the speed; then 30 at all of it; then 30 to the next.
     assert played.ends.tolist() == pytest.approx([2 + 3, 2, 2 + 3 + 3])
     assert played.begins.tolist() == pytest.approx([0, 0, 5])
@@ -179,5 +183,7 @@ def test_their_order_holds_from_one_mebibyte_to_four_gibibytes(total: int) -> No
 
 def test_levels_must_be_those_of_the_program() -> None:
     with pytest.raises(CollectiveError, match="each of its ranks"):
-        play(Flow.of(written("all_gather", "flat_ring", (4,))), [Level(2, 1.0, 0.0)], 8)
+        simulate_messages(
+            Flow.of(written("all_gather", "flat_ring", (4,))), [Level(2, 1.0, 0.0)], 8
+        )
     assert math.isclose(seconds("all_reduce", "flat_ring", [Level(1, 1.0, 1.0)], 8), 0)

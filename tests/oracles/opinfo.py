@@ -1,4 +1,4 @@
-"""Judges the rules by torch's own samples of its operators.
+"""Tests the rules with torch's own samples of its operators.
 
 torch tests every operator on samples that its authors wrote (OpInfo). Here each sample becomes a
 small model, which is captured like a user's model. The graph is compared with a direct call of the

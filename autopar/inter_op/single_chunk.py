@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.inter_op import dynamic_program as kernels
-from autopar.inter_op.even import Even
+from autopar.inter_op.equal_submeshes import EqualSubmeshPipelines
 from autopar.inter_op.search_task import Draft, Space
 from autopar.inter_op.stage_prices import Floats, Ints, Table
 from autopar.inter_op.stage_values import Law
@@ -33,7 +33,7 @@ _EXACT = 1e-12  # relative tolerance for sums in a different order
 class _Group:
     """Numbers of stages with the same fill and the same microbatches in flight.
 
-    `most_fill` exceeds `fill` where the group stands for several others, see `_relaxed`.
+    `most_fill` exceeds `fill` if the group represents several others, see `_relaxed`.
     """
 
     fill: float
@@ -60,7 +60,7 @@ def _relaxed(groups: list[_Group]) -> _Group:
     )
 
 
-class Straight:
+class SingleChunkPipelines:
     """All pipelines of one law and one number of microbatches with one range of layers per stage.
 
     Args:
@@ -69,7 +69,7 @@ class Straight:
         microbatches: per step.
         transfer: [layers, submesh before, submesh after] seconds to transfer one microbatch across
             the border before each layer and back.
-        order: of the parts of the cluster, from the first stage to the last.
+        order: order of the parts of the cluster, from the first stage to the last.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Straight:
             only: restricts the number of stages; None for any.
             slack: relative tolerance of the result.
         """
-        found = self._even.best(table, cutoff, only)
+        found = self._equal.best(table, cutoff, only)
         groups = [group for group in self._groups if only is None or only in group.stages]
         if only is not None:
             groups = [replace(group, stages=(only,)) for group in groups]
@@ -116,11 +116,11 @@ class Straight:
 
     def rough(self, table: Table, cutoff: float) -> Draft | None:
         """Returns the fastest pipeline of equal sub-meshes; cheap to compute."""
-        return self._even.best(table, cutoff)
+        return self._equal.best(table, cutoff)
 
     @cached_property
-    def _even(self) -> Even:
-        return Even(self.space, self.law, self.microbatches, self.transfer)
+    def _equal(self) -> EqualSubmeshPipelines:
+        return EqualSubmeshPipelines(self.space, self.law, self.microbatches, self.transfer)
 
     @cached_property
     def _groups(self) -> list[_Group]:

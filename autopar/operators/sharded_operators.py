@@ -1,11 +1,11 @@
-"""Operators on a dimension that is split between devices, which communicate inside the operator.
+"""Operators that reduce or index a split dimension, and therefore communicate.
 
-A device with a part of the vocabulary looks up the words it has; the losses of Megatron-LM
-(arXiv:1909.08053, section 3, "fuse the output of the parallel GEMM with the cross entropy loss")
-exchange a maximum and a sum for every row, never the logits; a convolution on a part of an image
-needs its neighbours' borders. `exchange.py` lists these operators.
+A device with a part of the vocabulary looks up the words of this part. The cross entropy of
+Megatron-LM (arXiv:1909.08053, section 3, "fuse the output of the parallel GEMM with the cross
+entropy loss") exchanges a maximum and a sum for every row, but no logits. A convolution on a part
+of an image needs its neighbours' borders. `exchange.py` lists these operators.
 
-    found = mesh.embedding(weight, ids, axis="gpu", size=50257)      # a part of a sum
+    rows = mesh.embedding(weight, ids, axis="gpu", size=50257)      # a partial sum
 
 Generated programs and the proofs of the rules run the same code, on different `Peers`.
 """
@@ -36,17 +36,17 @@ from autopar.operators.peer_devices import (
     widened,
 )
 
-__all__ = ["CHUNK", "Across", "Axes"]
+__all__ = ["CHUNK", "Axes", "ShardedOperators"]
 
 Stages = tuple[tuple[str, ...], ...]
 
 
-class Across(ABC):
-    """The operators, as methods of an object that knows the devices along an axis."""
+class ShardedOperators(ABC):
+    """The sharded operators, as methods of an object that has the devices along each axis."""
 
     mesh: Mesh
     coordinate: dict[str, int]
-    seen: list[Tensor] | None = None  # a list collects how often each mixture's experts are chosen
+    seen: list[Tensor] | None = None  # if a list, mixtures append their numbers of tokens by expert
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
@@ -64,7 +64,7 @@ class Across(ABC):
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int
     ) -> Tensor:
-        """Looks up rows of a table of which this device has a part; zeros for the others' rows."""
+        """Looks up rows in this device's part of a table; zeros for rows of other devices."""
         own, elsewhere, start = _local(self.group(axis), ids, size)
         padding = padding_idx - start
         padding = padding if 0 <= padding < weight.shape[0] else -1
@@ -72,12 +72,12 @@ class Across(ABC):
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def gather(self, x: Tensor, dim: int, index: Tensor, *, axis: Axes, size: int) -> Tensor:
-        """torch.gather along a split dimension; zeros for elements of other devices."""
+        """Returns torch.gather along a split dimension, with zeros for absent elements."""
         own, elsewhere, _ = _local(self.group(axis), index, size)
         return x.gather(dim, own).masked_fill(elsewhere, 0)
 
     def index_select(self, x: Tensor, dim: int, index: Tensor, *, axis: Axes, size: int) -> Tensor:
-        """torch.index_select along a split dimension; zeros for slices of other devices."""
+        """Returns torch.index_select along a split dimension, with zeros for absent slices."""
         own, elsewhere, _ = _local(self.group(axis), index, size)
         shape = [1] * x.dim()
         shape[dim] = -1
@@ -94,7 +94,7 @@ class Across(ABC):
         axis: Axes,
         size: int,
     ) -> Tensor:
-        """Returns the part of the loss from this device's classes, a partial sum over `axis`."""
+        """Returns the loss of labels among this device's classes, a partial sum over `axis`."""
         ignored = labels == ignore_index
         own, elsewhere, _ = _local(self.group(axis), labels.masked_fill(ignored, 0), size)
         own = own.masked_fill(elsewhere | ignored, -100)
@@ -111,7 +111,7 @@ class Across(ABC):
         axis: Axes,
         size: int,
     ) -> Tensor:
-        """Returns the loss of logits whose classes are split; whole on every device."""
+        """Returns the loss of logits whose classes are split, replicated on every device."""
         ignored = labels == ignore_index
         peers = self.group(axis)
         own, elsewhere, _ = _local(peers, labels.masked_fill(ignored, 0), size)
@@ -122,9 +122,9 @@ class Across(ABC):
     def linear_cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, ignored: int, *, axis: Axes, size: int
     ) -> Tensor:
-        """Returns the summed losses of logits x weightᵀ, where this device has a part of the words.
+        """Returns the summed losses of logits x weightᵀ, where the vocabulary is split.
 
-        The gradient of x is this device's part of a sum.
+        The gradient of x is a partial sum.
         """
         # Imported here because Triton takes a second to import.
         from autopar_kernels.linear_cross_entropy import parallel_linear_cross_entropy
@@ -143,19 +143,19 @@ class Across(ABC):
         return loss
 
     def softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
-        """softmax over a split dimension; the result is split alike."""
+        """Returns softmax over a split dimension; the result is split like x."""
         x = x if dtype is None else x.to(dtype)
         return softmax(x, dim, False, self.group(axis))
 
     def log_softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
-        """log_softmax over a split dimension; the result is split alike."""
+        """Returns log_softmax over a split dimension; the result is split like x."""
         x = x if dtype is None else x.to(dtype)
         return softmax(x, dim, True, self.group(axis))
 
     def logsumexp(
         self, x: Tensor, dim: tuple[int, ...], keepdim: bool = False, *, axis: Axes
     ) -> Tensor:
-        """logsumexp over dimensions of which some are split; whole on every device."""
+        """Returns logsumexp over dimensions, some of them split, replicated on every device."""
         peers, wide = self.group(axis), widened(x)
         largest = peers.maximum(wide.detach().amax(dim, keepdim=True))
         largest = largest.masked_fill(largest.isinf(), 0)
@@ -165,7 +165,7 @@ class Across(ABC):
     def amax(
         self, x: Tensor, dim: tuple[int, ...] = (), keepdim: bool = False, *, axis: Axes
     ) -> Tensor:
-        """Returns the maximum over dimensions of which some are split; whole on every device.
+        """Returns the maximum over dimensions, some of them split, replicated on every device.
 
         Equal maxima share the gradient, as in torch.
         """
@@ -189,7 +189,7 @@ class Across(ABC):
     def max(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the maximum along a split dimension and its first index, whole on all devices."""
+        """Returns the maximum along a split dimension and its first index, replicated."""
         at = self.argmax(x, dim, True, axis=axis, size=size)
         own, elsewhere, _ = _local(self.group(axis), at, size)
         values = summed(x.gather(dim, own).masked_fill(elsewhere, 0), self.group(axis))
@@ -205,16 +205,16 @@ class Across(ABC):
     def argmax(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> Tensor:
-        """Returns the first index of the maximum along a split dimension; whole on every device.
+        """Returns the first index of the maximum along a split dimension, replicated.
 
-        NaN counts as larger than anything, as in torch.
+        NaN is larger than any number, as in torch.
         """
         peers, x = self.group(axis), x.detach()
         values, at = x.max(dim, keepdim=True)
         start, _ = peers.own(size)
         odd = values.isnan()
         values = values.masked_fill(odd, torch.inf) if x.is_floating_point() else values
-        # The maximum of negated indices is the first index; that of a NaN is above all others.
+        # The maximum of negated indices is the first index; keys of NaN exceed all others.
         is_best = values == peers.maximum(values)
         key = peers.maximum((odd * size - (at + start)).masked_fill(~is_best, -size))
         first = torch.where(key > 0, size - key, -key)
@@ -243,8 +243,8 @@ class Across(ABC):
     ) -> Tensor:
         """Computes a mixture of experts, or this device's part of the experts; see `mixture.py`.
 
-        Along the axes `over` tokens are split, too, and their rows travel to the experts: in one
-        hop, or in one for each inner tuple of axes; see `dispatch.py`.
+        Along the axes `over`, tokens are split as well, and their rows are sent to the experts: in
+        one hop, or in one hop for each inner tuple of axes; see `dispatch.py`.
         """
         if self.seen is not None:
             self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
@@ -258,7 +258,7 @@ class Across(ABC):
         return dispatched(experts, x, ids, weights, hops, first, kernels)
 
     def hops(self, axes: tuple[str, ...], stages: Stages, size: int) -> list[Hop]:
-        """Returns the hops of rows to `size` experts that `axes` split, one for each stage."""
+        """Returns one hop per stage, for `size` experts that are split over `axes`."""
         moved = {axis for stage in stages for axis in stage}
         own = tuple((a, self.coordinate[a]) for a in axes if a not in moved)
         return [
@@ -270,8 +270,7 @@ class Across(ABC):
     ) -> Tensor:
         """Returns x with `before` and `after` elements of its neighbours along a split dimension.
 
-        The ends are filled with `fill`. A negative number cuts that many of x's own elements off
-        instead.
+        The ends are filled with `fill`. A negative number removes that many elements of x instead.
         """
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
@@ -279,7 +278,7 @@ class Across(ABC):
 
 
 def _refuse_capture(x: Tensor) -> None:
-    """Raises ProgramError while a CUDA graph is captured, which would replay one number of rows."""
+    """Raises ProgramError during CUDA graph capture: a graph would repeat one number of rows."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ProgramError(
             "experts that are split over devices cannot be in a CUDA graph",
@@ -306,7 +305,7 @@ def _stages(over: Axes | tuple[Axes, ...]) -> Stages:
 
 
 def _local(peers: Peers, index: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
-    """Returns local indices (0 where they point elsewhere), where that is, and the part's start."""
+    """Returns local indices (0 for other devices' elements), that mask, and the part's start."""
     torch._assert_async(((index >= 0) & (index < size)).all(), "index out of range")
     start, length = peers.own(size)
     own = index - start

@@ -1,8 +1,9 @@
 """Verifies collective programs: runs the scripts of all ranks symbolically and checks the result.
 
-A chunk's value is the set of the ranks whose part is in it, as the bits of a number. Ranks go
-through their scripts as strictly as any library may: all posts of a round at once, a message when
-both ends have posted it, messages between two ranks in order, no round before the last is done.
+The value of a chunk is the set of ranks whose part it contains, as bits of an integer. The
+execution follows the strictest rules of any library: a rank posts all messages of a round at once,
+a message is transferred when both ends have posted it, messages between two ranks arrive in order,
+and a rank begins a round only after its previous round has ended.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from autopar.cost.programs.collective_program import CollectiveProgram, Post, Sc
 from autopar.errors import CollectiveError
 
 
-def judge(program: CollectiveProgram) -> None:
-    """Proves that a program computes its collective and ends; see `judge_scripts`."""
+def check_program(program: CollectiveProgram) -> None:
+    """Proves that a program computes its collective and terminates; see `check_scripts`."""
     where = f"{program.kind} by {program.name} over {'x'.join(map(str, program.shape))}"
-    judge_scripts(program.kind, program.chunks, program.scripts, where)
+    check_scripts(program.kind, program.chunks, program.scripts, where)
 
 
-def judge_scripts(kind: str, chunks: int, scripts: Sequence[Script], where: str = "") -> None:
+def check_scripts(kind: str, chunks: int, scripts: Sequence[Script], where: str = "") -> None:
     """Proves that ranks which run these scripts compute a collective.
 
     Args:
         kind: the collective.
-        chunks: how many there are in all.
+        chunks: number of chunks.
         scripts: one for each rank.
-        where: what the scripts are, for errors.
+        where: a description of the scripts for error messages.
 
     Raises:
-        CollectiveError: a rank sends or adds to what it does not have, adds something twice, or
-            expects other chunks than are sent; a result depends on which message of a round is
-            faster; ranks wait for one another; or the result is wrong.
+        CollectiveError: a rank sends, or adds to, a chunk that it does not have; a rank adds a part
+            twice, or expects other chunks than are sent; the result depends on the order in which
+            messages of a round arrive; ranks wait for one another; or the result is wrong.
     """
     _Trial(kind, chunks, scripts, where).run()
 
@@ -69,7 +70,7 @@ class _Trial:
         self.held = [before for before, _ in pairs]
         self.wanted = [after for _, after in pairs]
         self.place = [-1] * ranks
-        # By sender and receiver what is posted and not yet met; how many posts a rank awaits.
+        # Unmatched posts by sender and receiver, and the number of posts that a rank waits for.
         self.sends: dict[tuple[int, int], list[tuple[tuple[int, ...], list[int]]]] = {}
         self.takes: dict[tuple[int, int], list[Post]] = {}
         self.open = [0] * ranks
@@ -97,7 +98,7 @@ class _Trial:
                     )
 
     def _check(self, rank: int, number: int, posts: Sequence[Post]) -> None:
-        """Refuses a round whose messages cannot all be in transit at once."""
+        """Raises CollectiveError if messages of a round cannot be in transit at the same time."""
         where = f"that is in its round {number}"
         uses: dict[int, set[str]] = {}
         for post in posts:
@@ -107,14 +108,14 @@ class _Trial:
                 raise self._wrong(f"rank {rank} has a message with rank {post.peer}", where)
             for chunk in post.chunks:
                 before = uses.setdefault(chunk, set())
-                # Several sends of a chunk, and several sums into it, do not disturb one another.
+                # Several sends of a chunk are independent, and so are several sums into it.
                 if before - {post.does} or (post.does == "keep" and before):
                     both = " and ".join(sorted({*before, post.does}))
                     raise self._wrong(f"rank {rank} has to {both} chunk {chunk} at once", where)
                 before.add(post.does)
 
     def _advance(self, rank: int) -> list[int]:
-        """Begins the next round of a rank; returns the ranks whose rounds end by that."""
+        """Begins the next round of a rank; returns the ranks whose rounds this completes."""
         self.place[rank] += 1
         if self.place[rank] >= len(self.scripts[rank]):
             return []

@@ -1,9 +1,10 @@
-"""Checker of execution plans: runs all threadblocks symbolically, and looks for races.
+"""Checks execution plans: runs all threadblocks symbolically, and detects races.
 
-A chunk's value is the set of (rank, chunk) of the inputs in it. Threadblocks run as far as they
-can: they wait for signals, for semaphores, or for packets, which carry their own flags. Each
-threadblock has a vector clock (Fidge, Mattern 1988). Two threadblocks that access the same chunk
-without a signal in between, at least one of them writing, have a race, even if the result is right.
+The value of a chunk is the set of (rank, chunk) of the inputs that it contains. Each threadblock
+runs until it must wait for a signal, a semaphore, or a packet, which carries its own flag. Each
+threadblock has a vector clock (Fidge, Mattern 1988). If two threadblocks access the same chunk
+without a signal in between and at least one of them writes it, this is a race, even if the result
+is right.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _WRITES_PACKETS = ("ppkt", "cpkt", "rppkt", "respkt", "recpkt", "recspkt")
 
 @dataclass
 class Transfer:
-    """Chunks that go from one GPU to another.
+    """A transfer of chunks from one GPU to another.
 
     Attributes:
         source, target: the ranks.
-        chunks: how many.
-        after: the transfers that end before it begins.
+        chunks: number of chunks.
+        after: numbers of the transfers that end before it begins.
     """
 
     source: int
@@ -47,35 +48,36 @@ class Transfer:
 @dataclass
 class _Cell:
     value: Value
-    written: tuple[int, int] = (-1, 0)  # threadblock, and its time
+    written: tuple[int, int] = (-1, 0)  # the writing threadblock and its time
     reads: Clock = field(default_factory=dict)
-    packet: Clock | None = None  # what its writer knew, if it carries a flag
+    packet: Clock | None = None  # the clock of its writer, if the packet carries a flag
     brought: set[int] = field(default_factory=set)
 
 
 @dataclass
 class _Thread:
-    """A threadblock that runs; `after` are the transfers that its next one waits for."""
+    """A running threadblock; `after` are the transfers that its next transfer waits for."""
 
     number: int
     rank: int
     operations: tuple[Operation, ...]
-    channels: dict[str, tuple[tuple[int, int, str], ...]]  # peer, which of those to it, type
+    channels: dict[str, tuple[tuple[int, int, str], ...]]  # peer, index, type
     buffers: dict[str, tuple[tuple[int, str], ...]]
     clock: Clock
     after: set[int] = field(default_factory=set)
     place: int = 0
 
 
-def judge_plan(plan: ExecutionPlan) -> tuple[Transfer, ...]:
-    """Proves that an execution plan computes its collective, ends and has no race.
+def check_plan(plan: ExecutionPlan) -> tuple[Transfer, ...]:
+    """Proves that an execution plan computes its collective, terminates and has no race.
 
     Returns:
-        What goes from GPU to GPU.
+        The transfers between GPUs.
 
     Raises:
-        CollectiveError: it does not; it reads what is not there; or it has an operation that is not
-            judged (through switches, in pipelines, by groups of threadblocks).
+        CollectiveError: the plan fails one of these checks, reads a chunk that has no value, or has
+            an operation that is not checked (through switches, in pipelines, by groups of
+            threadblocks).
     """
     return _Trial(plan).run()
 
@@ -99,7 +101,7 @@ class _Trial:
                 yield self._place(rank, "i", chunk), _Cell(frozenset({(rank, chunk)}))
 
     def _place(self, rank: int, buffer: str, chunk: int) -> Place:
-        """Returns the place of a chunk: in place, input and output are one buffer."""
+        """Returns the place of a chunk; an in-place plan has one buffer for input and output."""
         if rank >= len(self.plan.gpus):
             raise self._wrong(f"there is no rank {rank}", f"there are {len(self.plan.gpus)}")
         gpu = self.plan.gpus[rank]
@@ -137,7 +139,7 @@ class _Trial:
                 except (KeyError, IndexError):
                     raise self._wrong(
                         f"rank {rank} has a threadblock with a channel or buffer of none",
-                        "those through switches are not judged",
+                        "those through switches are not supported",
                     ) from None
                 yield _Thread(number, rank, block.operations, channels, buffers, {number: 1})
                 number += 1
@@ -172,7 +174,7 @@ class _Trial:
         operation = thread.operations[thread.place]
         name = operation.name
         if "tbg_info" in operation.more or operation.inner:
-            raise self._wrong(f"{name} is not judged", "it belongs to a group or a pipeline")
+            raise self._wrong(f"{name} is not supported", "it belongs to a group or a pipeline")
         if name in _NOTHING:
             return True
         if name in _WAITS:
@@ -186,7 +188,7 @@ class _Trial:
         elif name in _SIGNALS:
             done = True
         else:
-            raise self._wrong(f"{name} is not judged", f"rank {thread.rank} has it")
+            raise self._wrong(f"{name} is not supported", f"rank {thread.rank} has it")
         if done and name in _SIGNALS:
             for channel in operation.channels:
                 peer, which, kind = self._channel(thread, operation, channel)
@@ -195,7 +197,7 @@ class _Trial:
         return done
 
     def _channel(self, thread: _Thread, operation: Operation, number: int) -> tuple[int, int, str]:
-        """Returns a channel of the operation's type; of the only one, if it names none."""
+        """Returns a channel of the operation's type, or of the only type if it names none."""
         lists = thread.channels
         kinds = [operation.channel_type] if operation.channel_type else [*lists]
         known = lists.get(kinds[0], ()) if len(kinds) == 1 else ()
@@ -270,7 +272,7 @@ class _Trial:
 
     def _sum(self, thread: _Thread, operation: Operation) -> bool:
         if (how := operation.more.get("reduce_op", "sum")) != "sum":
-            raise self._wrong(f"{operation.name} by {how!r:.80} is not judged", "sums are")
+            raise self._wrong(f"{operation.name} by {how!r:.80} is not supported", "sums are")
         sources = [self._places(thread, operation, part) for part in operation.source]
         targets = [self._places(thread, operation, part) for part in operation.target]
         if not sources or len({len(row) for row in (*sources, *targets)}) != 1:
@@ -302,7 +304,7 @@ class _Trial:
         )
 
     def _carry(self, thread: _Thread, source: list[Place], target: list[Place]) -> None:
-        """Notes what goes from one GPU to another."""
+        """Records the transfer from one GPU to another."""
         if source[0][0] == target[0][0]:
             return
         needs = set(thread.after)

@@ -1,6 +1,6 @@
 """Operators of ATen that write are right on buffers, on views and on local values, or refused.
 
-`python -m pytest tests/judges/test_in_place.py -m slow` tries all of them (some minutes), and
+`python -m pytest tests/oracles/test_in_place.py -m slow` tries all of them (some minutes), and
 `python -m benchmarks.in_place` writes all results to a table.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.judges import in_place
+from tests.oracles import in_place
 
 # Of every kind: a cast, indices, a mask, no reader of the old value, chance, a list, a shape.
 SMOKE = (

@@ -1,8 +1,8 @@
-"""Carries the user's `torch.autograd.Function`s through a trace as operators with their backward.
+"""Traces each `torch.autograd.Function` of the user as one operator, which keeps its backward.
 
-A trace sees through `MyFunction.apply(x, 2.0)`: it would keep the operators of its forward, whose
-gradient may differ from the Function's. While a model is traced, `carried` replaces each call by
-one operator; `own_functions.py` describes its form in a graph.
+A trace of `MyFunction.apply(x, 2.0)` would contain the operators of its forward, whose gradient may
+differ from the Function's. While a model is traced, `functions_as_operators` replaces each call by
+one operator; `operators/own_functions.py` describes this operator.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _WITHOUT = "or register it as an operator, with torch.library.custom_op and regi
 
 
 @contextmanager
-def carried() -> Iterator[None]:
-    """Returns a context in which every call of a user's Function is one operator of the trace.
+def functions_as_operators() -> Iterator[None]:
+    """Returns a context in which a call of a user's Function is traced as one operator.
 
     Reentrant checkpoints are replaced by the function they wrap, since the plan decides what is
     recomputed.
     """
-    base: Any = function._SingleLevelFunction  # every Function's `apply` calls this one's
+    base: Any = function._SingleLevelFunction  # every Function's `apply` calls its `apply`
     original, thread = base.apply, threading.get_ident()
 
     def apply(cls: Any, *args: Any) -> Any:
@@ -49,7 +49,7 @@ def carried() -> Iterator[None]:
             return call(*args)
         if cls is CheckpointFunction:
             return _checkpointed(*args)
-        if cls is CarriedFunction or cls.__module__.partition(".")[0] == "torch":
+        if cls is TracedFunction or cls.__module__.partition(".")[0] == "torch":
             return call(*args)
         return _call(cls, call, args)
 
@@ -85,16 +85,16 @@ def _call(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
         )
     types = [[DTYPE_NAMES[t.dtype], [*t.shape], [*t.stride()], t.requires_grad] for t in given]
     text = json.dumps({"name": name, "args": written, "results": types, "single": single})
-    carried_results: Any = CarriedFunction.apply(text, *tensors)  # type: ignore[no-untyped-call]
-    return carried_results if single else (*carried_results, *outs[len(given) :])
+    traced: Any = TracedFunction.apply(text, *tensors)  # type: ignore[no-untyped-call]
+    return traced if single else (*traced, *outs[len(given) :])
 
 
-class CarriedFunction(torch.autograd.Function):
-    """The operator in the trace; gradients flow through it where the Function has any."""
+class TracedFunction(torch.autograd.Function):
+    """The traced operator; its results require gradients where those of the Function do."""
 
     @staticmethod
     def forward(ctx: Any, text: str, *tensors: Tensor) -> Any:
-        """Returns results without values; those without a gradient are marked."""
+        """Returns results without values; results without gradients are marked as such."""
         call = json.loads(text)
         if call["single"]:
             results = [torch.ops.autopar.function(text, tensors)]
@@ -127,13 +127,13 @@ torch.library.register_fake("autopar::functions", _fake, lib=_LIBRARY)
 torch.library.register_fake("autopar::function", lambda *given: _fake(*given)[0], lib=_LIBRARY)
 
 
-def is_carried(op: str) -> bool:
+def is_function_call(op: str) -> bool:
     """Returns whether a traced operator represents a call of a Function."""
     return op in _TRACED
 
 
 def call_of(text: Any, tensors: Any) -> tuple[str, list[Any]]:
-    """Returns the operator and the arguments of a traced call, with `tensors` in their places."""
+    """Returns the operator and the arguments of a traced call, with `tensors` inserted."""
     call = json.loads(text)
     return call["name"], [_read(arg, tensors) for arg in call["args"]]
 
@@ -230,7 +230,7 @@ def _like(arg: Any, fakes: list[Tensor]) -> Any:
 
 
 def _try_backward(results: Any, fakes: Sequence[Tensor], effects: _Effects) -> None:
-    """Checks the backward as well, as far as it runs without values."""
+    """Checks the backward too, unless it needs values."""
     outs = results if isinstance(results, tuple) else (results,)
     flows = [out for out in outs if isinstance(out, Tensor) and out.requires_grad]
     wanted = [fake for fake in fakes if fake.requires_grad]

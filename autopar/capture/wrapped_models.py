@@ -1,4 +1,4 @@
-"""Refuses models that are already wrapped, and says what to pass instead."""
+"""Raises CaptureError for models that are already wrapped, and says what to pass instead."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _WRAPPERS: tuple[tuple[type, str, str], ...] = (
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuses a model with a part that is already parallel, compiled or scripted.
+    """Checks that no part of a model is already parallel, compiled or scripted.
 
     Raises:
-        CaptureError: names the part and what to pass instead.
+        CaptureError: a part is; the error names it and what to pass instead.
     """
     for path, module in model.named_modules():
         name, place = type(module).__name__, f"the module {path!r}" if path else "the model"

@@ -17,11 +17,11 @@ _Sum = tuple[str, str]  # parameter, axis
 _Gradient = tuple[int, int, int]  # stage, copy, microbatch
 
 
-class Owed:
+class MissingSums:
     """The sums that the gradients of a row still need.
 
     Args:
-        row: of one rank.
+        row: row of one rank.
         wiring: connections of the stages; gives the axes of their meshes.
     """
 
@@ -30,11 +30,11 @@ class Owed:
         sums = [one for one in row if one.over != COPIES]
         self._names = {name for one in sums for name in one.names} | {_OTHERS}
         self._axes = {axis for one in sums for axis in one.axes} or {_OTHERS}
-        self._owed: dict[_Gradient, set[_Sum]] = {}
+        self._missing: dict[_Gradient, set[_Sum]] = {}
         self._begun: dict[Action, dict[_Gradient, set[_Sum]]] = {}
 
     def _sums(self, action: Action) -> set[_Sum]:
-        """Returns the sums that an action stands for, of its stage's gradients."""
+        """Returns the sums of its stage's gradients that an action performs."""
         axes: Iterable[str] = action.axes or self._mesh(action) or self._axes
         return set(product(action.names or self._names, axes))
 
@@ -45,13 +45,13 @@ class Owed:
         """Notes a compute action: a backward owes all sums of its gradients."""
         if action.kind in "BW":
             plain = action._replace(names=(), over="")
-            self._owed[action.stage, action.copy, action.microbatch] = self._sums(plain)
+            self._missing[action.stage, action.copy, action.microbatch] = self._sums(plain)
 
     def ended(self, action: Action) -> str:
-        """Notes a sum or an update; returns why it may not stand there, "" if it may."""
+        """Records a sum or an update; returns why it is invalid at this place, or ""."""
         own = {
             key: sums
-            for key, sums in self._owed.items()
+            for key, sums in self._missing.items()
             if key[:2] == (action.stage, action.copy)
             and (action.microbatch == ALL or key[2] <= action.microbatch)
         }
@@ -60,7 +60,7 @@ class Owed:
             if any(own.values()) or any(waiting):
                 return f"gradients of stage {action.stage} are not synchronised"
             for key in own:
-                del self._owed[key]
+                del self._missing[key]
         elif action.kind == SYNC_AWAIT:
             if self._begun.pop(action._replace(kind=SYNC_BEGIN), None) is None:
                 return "the sum that it waits for has not begun"
@@ -76,7 +76,7 @@ class Owed:
             return f"the mesh of stage {action.stage} has no axis {min(strange)}"
         fresh = {key: sums for key, sums in own.items() if sums}
         for key, sums in fresh.items():
-            # What has begun is no longer there, until it is awaited.
+            # A sum that has begun is not available until it is awaited.
             away = [row[key] for row in self._begun.values() if key in row]
             if wanted - sums - set().union(*away):
                 return f"gradients of stage {action.stage} would be added up twice"

@@ -45,8 +45,8 @@ SMOKE = ("gather", "nansum", "cat", "softmax", "nn_functional_dropout", "kron")
 
 @pytest.fixture
 def opinfo() -> Iterator[ModuleType]:
-    """The judge, imported late: torch takes seconds to list its samples."""
-    from tests.judges import opinfo
+    """The oracle, imported late: torch takes seconds to list its samples."""
+    from tests.oracles import opinfo
 
     with warnings.catch_warnings():  # samples try what is deprecated, too
         warnings.simplefilter("ignore")

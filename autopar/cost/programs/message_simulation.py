@@ -7,9 +7,9 @@ each kind of link. If a single device can use more than its share of the network
 of a node share these cards in both directions. Messages share a link equally, and the scarcest link
 of a message determines its rate. Adding data at the receiver takes time, if `adding` is given.
 
-With `in_step` a rank begins a round when all its messages of the one before have ended, as calls
-follow one another on a stream; then a round of equal messages takes a + m / b, the model of Thakur,
-Rabenseifner & Gropp (IJHPCA 19(1), 2005).
+With `in_step`, a rank begins a round only when all its messages of the previous round have ended,
+like calls on one stream. A round of equal messages of m bytes then takes a + m / b, as in the model
+of Thakur, Rabenseifner & Gropp (IJHPCA 19(1), 2005).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Messages as arrays, with their dependencies.
+    """The messages of a program as arrays, with their dependencies.
 
     Attributes:
-        ranks: how many there are.
-        share: the part of what a device brings to the call that a chunk is.
+        ranks: number of ranks.
+        share: size of a chunk as a fraction of a device's payload.
         source, target: the ranks of each message.
-        parts: by how many chunks it is.
-        adds: whether the target adds them.
-        waits: how many messages must end before it begins.
-        after: the messages that wait for it.
+        parts: number of chunks of each message.
+        adds: whether the target adds the chunks.
+        waits: number of messages that must end before each message begins.
+        after: the messages that wait for each message.
     """
 
     ranks: int
@@ -57,7 +57,7 @@ class Flow:
 
     @classmethod
     def of(cls, program: CollectiveProgram, in_step: bool = False) -> Flow:
-        """Returns the flow of a program; messages are numbered round by round."""
+        """Returns the messages of a program, numbered round by round."""
         before = _in_step(program) if in_step else _by_data(program)
         rows = [(m.source, m.target, len(m.chunks), m.adds) for m in program.messages]
         return cls.of_messages(program.ranks, program.share, rows, before)
@@ -70,13 +70,13 @@ class Flow:
         rows: Sequence[tuple[int, int, int, bool]],
         before: Sequence[Collection[int]],
     ) -> Flow:
-        """Returns the flow of messages: source, target, chunks and whether they are added.
+        """Returns given messages with their dependencies.
 
         Args:
-            ranks: how many there are.
-            share: the part of what a device brings to the call that a chunk is.
-            rows: the messages.
-            before: of each message those that must end before it begins.
+            ranks: number of ranks.
+            share: size of a chunk as a fraction of a device's payload.
+            rows: source, target, number of chunks of each message, and whether they are added.
+            before: for each message, the messages that must end before it begins.
         """
         after: list[list[int]] = [[] for _ in rows]
         for number, earlier in enumerate(before):
@@ -95,7 +95,7 @@ class Flow:
 
 
 def _by_data(program: CollectiveProgram) -> list[set[int]]:
-    """Returns the dependencies of each message: who wrote its chunks, and the last on its pair."""
+    """Returns for each message the writers of its chunks and the previous message of its ranks."""
     wrote: dict[tuple[int, int], tuple[int, ...]] = {}
     last: dict[tuple[int, int], int] = {}
     found: list[set[int]] = []
@@ -117,7 +117,7 @@ def _by_data(program: CollectiveProgram) -> list[set[int]]:
 
 
 def _in_step(program: CollectiveProgram) -> list[set[int]]:
-    """Returns the dependencies of each message: those of both ranks in the round before."""
+    """Returns for each message the messages of both of its ranks in the previous round."""
     last: dict[int, list[int]] = {}
     found: list[set[int]] = []
     for messages in program.rounds:
@@ -132,12 +132,12 @@ def _in_step(program: CollectiveProgram) -> list[set[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
-    """The times of a played program.
+class MessageTimes:
+    """The times of the messages of a program.
 
     Attributes:
-        seconds: until the last message had ended.
-        begins, ends: of each message, in the order of the program.
+        seconds: end of the last message.
+        begins, ends: seconds at which each message begins and ends, in the order of the program.
     """
 
     seconds: float
@@ -151,7 +151,7 @@ class _Links:
     def __init__(self, flow: Flow, levels: Sequence[Level]) -> None:
         names = {name: i for i, name in enumerate(dict.fromkeys(lv.resource for lv in levels))}
         if len(names) == 1 and "" in names:
-            kind = np.arange(len(levels))  # nothing is said of what they share
+            kind = np.arange(len(levels))  # each level has links of its own
         else:
             kind = np.array([names[level.resource] for level in levels], np.int64)
         one, other = flow.source, flow.target
@@ -163,7 +163,7 @@ class _Links:
         ports = [end * kinds + kind[self.level] for end in (one, other)]
         rates = np.array([max(level.bandwidth, level.alone) for level in levels])
         self.users = [(port, rates[self.level]) for port in ports]
-        # Cards of a part: what its devices have together, where one alone may have more.
+        # The network cards of a node, where one device alone may use more than its share.
         shared = np.array([level.alone > level.bandwidth for level in levels])[self.level]
         if shared.any():
             size = np.array(inside)[self.level]
@@ -184,17 +184,17 @@ class _Links:
         return found
 
 
-def play(
+def simulate_messages(
     flow: Flow, levels: Sequence[Level], nbytes: float, adding: float = 0.0, base: float = 0.0
-) -> Played:
-    """Simulates a program over the network, and returns the times of its messages.
+) -> MessageTimes:
+    """Simulates the messages of a program over the network, and returns their times.
 
     Args:
-        flow: of the program.
-        levels: of the network, outermost first, which its ranks fill row by row.
-        nbytes: the payload of each device before the call.
-        adding: seconds in which a receiver adds a byte.
-        base: seconds of every message besides its latency.
+        flow: the messages of the program.
+        levels: levels of the network, outermost first; the ranks fill them row by row.
+        nbytes: payload of each device before the call.
+        adding: seconds per byte that a receiver adds.
+        base: seconds of every message in addition to its latency.
 
     Raises:
         CollectiveError: the program is written for another number of ranks.
@@ -202,7 +202,7 @@ def play(
     devices = math.prod(level.size for level in levels)
     if devices != flow.ranks:
         raise CollectiveError(
-            f"a program of {flow.ranks} ranks is played by {devices} devices",
+            f"a program of {flow.ranks} ranks cannot run on {devices} devices",
             why="each of its ranks is a device",
         )
     count = len(flow.waits)
@@ -211,7 +211,7 @@ def play(
     latency = np.array([level.latency + base for level in levels])[links.level]
     late = np.where(flow.adds, size * adding, 0.0)
     begins, ends = np.zeros(count), np.zeros(count)
-    # (time, message, whether it has ended): latencies that pass, and messages that are added.
+    # (time, message, whether it has ended): the ends of latencies and of additions.
     events = [(float(latency[i]), i, False) for i in range(count) if not waits[i]]
     heapq.heapify(events)
     active, left = np.zeros(0, np.int64), np.zeros(0)
@@ -223,7 +223,7 @@ def play(
         if events:
             step = min(step, max(events[0][0] - now, 0.0))
         now += step
-        # Nothing is left of what ends with the step, whatever the last digits of `now`.
+        # A message that ends with this step has arrived, despite rounding errors of `now`.
         arrived = durations - step <= 1e-12 * now + 1e-9 * durations
         left = left - rates * step
         limit = now * (1 + 1e-12)
@@ -246,12 +246,12 @@ def play(
             active = np.concatenate([active[~arrived], new])
             left = np.concatenate([left[~arrived], size[new]])
             rates = links.rates(active)
-    return Played(now, begins, ends)
+    return MessageTimes(now, begins, ends)
 
 
 @lru_cache(maxsize=64)
 def flow_of(
     kind: str, name: str, shape: tuple[int, ...], pieces: int = 1, in_step: bool = False
 ) -> Flow:
-    """Returns the flow of an algorithm's program, cached; see `written`."""
+    """Returns the messages of an algorithm's program, cached; see `written`."""
     return Flow.of(written(kind, name, shape, pieces), in_step)

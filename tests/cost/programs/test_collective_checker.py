@@ -9,33 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.collectives import written
-from autopar.cost.programs.collective_judge import judge, judge_scripts
+from autopar.cost.programs.collective_checker import check_program, check_scripts
 from autopar.cost.programs.collective_program import CollectiveProgram, Message, Script
 from autopar.errors import CollectiveError
 from tests.cost.programs.grids import ALGORITHMS, grids
 
 
-def judge_on_every_grid(kind: str, name: str, ranks: range) -> None:
-    """Judges programs of equal rounds once: some algorithms are the same on many grids."""
+def check_on_every_grid(kind: str, name: str, ranks: range) -> None:
+    """Checks programs of equal rounds once: some algorithms are the same on many grids."""
     for count in ranks:
         judged = set()
         for shape in grids(count):
             program = written(kind, name, shape)
             work = program.chunks, program.rounds
             if work not in judged:
-                judge(program)
+                check_program(program)
                 judged.add(work)
 
 
 @pytest.mark.parametrize(("kind", "name"), ALGORITHMS)
 def test_on_every_grid_of_up_to_twelve_ranks(kind: str, name: str) -> None:
-    judge_on_every_grid(kind, name, range(1, 13))
+    check_on_every_grid(kind, name, range(1, 13))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), ALGORITHMS)
 def test_on_every_grid_of_up_to_sixty_four_ranks(kind: str, name: str) -> None:
-    judge_on_every_grid(kind, name, range(13, 65))
+    check_on_every_grid(kind, name, range(13, 65))
 
 
 shapes = (
@@ -58,7 +58,7 @@ def _product(shape: tuple[int, ...]) -> int:
 def test_on_any_grid_in_any_number_of_pieces(
     algorithm: tuple[str, str], shape: tuple[int, ...], pieces: int
 ) -> None:
-    judge(written(*algorithm, shape, pieces))
+    check_program(written(*algorithm, shape, pieces))
 
 
 @settings(deadline=None, max_examples=150)
@@ -77,7 +77,7 @@ def test_every_message_is_needed_as_it_is(
         st.sampled_from([None, message._replace(adds=not message.adds), _shorter(message)])
     )
     with pytest.raises(CollectiveError):
-        judge(_with(program, number, place, changed))
+        check_program(_with(program, number, place, changed))
 
 
 def _shorter(message: Message) -> Message | None:
@@ -96,11 +96,11 @@ def test_a_message_to_another_rank_or_a_round_too_early_is_caught() -> None:
     program = written("all_reduce", "2d_torus", (2, 2))
     first = program.rounds[0][0]
     with pytest.raises(CollectiveError):
-        judge(_with(program, 0, 0, first._replace(target=3 - first.target)))
+        check_program(_with(program, 0, 0, first._replace(target=3 - first.target)))
     gather = written("all_gather", "flat_ring", (4,))
     early = replace(gather, rounds=gather.rounds[::-1])
     with pytest.raises(CollectiveError, match="before it has it"):
-        judge(early)
+        check_program(early)
 
 
 def _scripts() -> list[Script]:
@@ -116,12 +116,12 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     ]
     scripts = [(*two, *script[1:]) for two, script in zip(split, scripts, strict=True)]
     with pytest.raises(CollectiveError, match="wait for one another") as caught:
-        judge_scripts("all_reduce", 4, scripts)
+        check_scripts("all_reduce", 4, scripts)
     assert "rank 0 in its round 0 for rank" in caught.value.why
     lost = _scripts()
     lost[1] = ((lost[1][0][0],), *lost[1][1:])
     with pytest.raises(CollectiveError):
-        judge_scripts("all_reduce", 4, lost)
+        check_scripts("all_reduce", 4, lost)
 
 
 def test_two_ranks_must_mean_the_same_message() -> None:
@@ -132,18 +132,18 @@ def test_two_ranks_must_mean_the_same_message() -> None:
     )
     scripts[0] = (wrong, *rest)
     with pytest.raises(CollectiveError, match="other chunks"):
-        judge_scripts("all_reduce", 4, scripts)
+        check_scripts("all_reduce", 4, scripts)
     swapped = _scripts()
     swapped[2] = (swapped[2][1], swapped[2][0], *swapped[2][2:])
     with pytest.raises(CollectiveError):
-        judge_scripts("all_reduce", 4, swapped)
+        check_scripts("all_reduce", 4, swapped)
 
 
 def test_what_is_added_twice_is_named() -> None:
     text = "all_reduce by mine over 2 in 1 chunks\n0: 0>1 +0\n1: 0>1 +0\n"
     with pytest.raises(CollectiveError, match="parts of rank 0 twice"):
-        judge(CollectiveProgram.parse(text))
+        check_program(CollectiveProgram.parse(text))
     with pytest.raises(CollectiveError, match="ends with the wrong chunk"):
-        judge(CollectiveProgram.parse("all_reduce by mine over 2 in 1 chunks\n0: 0>1 +0\n"))
+        check_program(CollectiveProgram.parse("all_reduce by mine over 2 in 1 chunks\n0: 0>1 +0\n"))
     with pytest.raises(CollectiveError, match="adds to chunk 0"):
-        judge(CollectiveProgram.parse("broadcast by mine over 2 in 1 chunks\n0: 0>1 +0\n"))
+        check_program(CollectiveProgram.parse("broadcast by mine over 2 in 1 chunks\n0: 0>1 +0\n"))

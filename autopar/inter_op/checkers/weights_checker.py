@@ -2,7 +2,7 @@
 
 Version 0 denotes the weights before the first update of a stage; each UPDATE creates the next
 version. An action of age a uses the newest version minus a, or version 0 if there have been fewer
-updates. This module does not know how the rows are built or which method they implement.
+updates. This module shares no code with the schedules that build the rows.
 """
 
 from __future__ import annotations
