@@ -15,10 +15,13 @@ from autopar.capture.attributes import State, changed
 from autopar.capture.carried import CarriedFunction, carried
 from autopar.capture.dtypes.full_losses import losses_in_float32
 from autopar.capture.generation.cached_call import CachedCall
-from autopar.capture.stand_ins.flex import flex_traced
+from autopar.capture.stand_ins import conversions, flex
+from autopar.capture.stand_ins.exchanged import exchanged
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.watch import Watch
 from autopar.errors import CaptureError
+
+_STAND_INS = (*flex.EXCHANGES, *conversions.EXCHANGES)
 
 
 def loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Parameter]:
@@ -88,7 +91,7 @@ class FlatModel(nn.Module):
         batch = dict(zip(self.inputs.names, tensors, strict=True))
         state, buffers = State(self.model), _Buffers(self.model)
         try:
-            with self.watch, carried(), flex_traced(), losses_in_float32(self.narrow):
+            with self.watch, carried(), exchanged(_STAND_INS), losses_in_float32(self.narrow):
                 named = self._call(batch)
             assigned = buffers.assigned()
             self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()

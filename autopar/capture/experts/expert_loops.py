@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.experts.chosen import Choices
 from autopar.capture.experts.expert_rows import (
     Expert,
     Hits,
@@ -72,8 +73,13 @@ class _Chosen:
 
 @dataclass
 class ExpertLoops:
-    """Loops over experts of one trace: tensors from which they come, by identity."""
+    """Loops over experts of one trace: tensors from which they come, by identity.
 
+    Attributes:
+        choices: what is known of the numbers of experts.
+    """
+
+    choices: Choices
     _known: dict[int, tuple[Tensor, _Chosen]] = field(default_factory=dict)
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +119,9 @@ class ExpertLoops:
             return
         chosen = self._of(args[0])
         if name == "one_hot" and args[0].dim() == 2:
-            chosen = _Chosen(args[0], ("token", "slot", "expert"), result.shape[-1])
+            known = self.choices.of(args[0])  # often there is one class more, which no token has
+            experts = result.shape[-1] if known is None else known.experts or result.shape[-1]
+            chosen = _Chosen(args[0], ("token", "slot", "expert"), experts)
         elif chosen is None or chosen.seen:
             return
         elif (
@@ -134,6 +142,7 @@ def _mask(chosen: _Chosen, index: Any) -> Mask:
     """Returns the part of a one-hot tensor that an expert has."""
     if not isinstance(index, Expert) or chosen.dims[:1] != ("expert",) or len(chosen.dims) != 3:
         raise refused("__getitem__")
+    index.stands_for_all()
     return Mask(chosen.ids, chosen.dims[1:])
 
 
@@ -181,6 +190,7 @@ def _taken(x: Tensor, index: Any) -> StandIn:
     """Returns x[index], where the index is part of a loop."""
     match index:
         case Expert() if x.dim() in (2, 3):
+            index.stands_for_all()
             return Weight(x)
         case Places(of="token") | (None, Places(of="token")) if (
             x.dim() == 2 and x.shape[0] == _ids(index).shape[0]
