@@ -223,7 +223,8 @@ class Products(torch.nn.Module):
         self.inner = torch.nn.Softmax(-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.inner(x @ x.mT) @ x).sum()
+        weights: torch.Tensor = self.inner(x @ x.mT)
+        return (weights @ x).sum()
 
 
 def test_a_layout_that_cannot_be_read_is_refused() -> None:
