@@ -15,10 +15,13 @@ from autopar.capture.attributes import State, changed
 from autopar.capture.autograd_functions import TracedFunction, functions_as_operators
 from autopar.capture.dtypes.full_losses import losses_in_float32
 from autopar.capture.generation.cached_call import CachedCall
-from autopar.capture.stand_ins.flex import flex_traced
+from autopar.capture.stand_ins import conversions, flex
+from autopar.capture.stand_ins.exchanged import exchanged
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.watch import Watch
 from autopar.errors import CaptureError
+
+_STAND_INS = (*flex.EXCHANGES, *conversions.EXCHANGES)
 
 
 def loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Parameter]:
@@ -91,7 +94,7 @@ class FlatModel(nn.Module):
             with (
                 self.watch,
                 functions_as_operators(),
-                flex_traced(),
+                exchanged(_STAND_INS),
                 losses_in_float32(self.narrow),
             ):
                 named = self._call(batch)

@@ -262,8 +262,9 @@ class Lowering(Draft):
         """Gives a tensor a new value, and updates all tensors that share its storage."""
         chain = self._owners(node, written)
         leaf = self._leaves.get(chain[-1])
-        trained = leaf is not None and leaf.op == "param" and leaf.requires_grad
-        if trained or (self._flows(written) and not grad and len(chain) > 1):
+        if leaf is not None and leaf.op == "param" and leaf.requires_grad:
+            raise _ungraded(node, f"the parameter {leaf.target!r}, which is trained")
+        if self._flows(written) and not grad and len(chain) > 1:
             raise _ungraded(node)
         if self._flows(written) and not grad:
             value = self.straight_through(node, self.read(written), value)
@@ -383,9 +384,9 @@ class Lowering(Draft):
         raise CaptureError(f"the argument {arg!r} cannot be represented in a graph")
 
 
-def _ungraded(node: fx.Node) -> CaptureError:
+def _ungraded(node: fx.Node, what: str = "a value that gradients flow through") -> CaptureError:
     return CaptureError(
-        f"{node.target} changes a value that gradients flow through, without gradients",
+        f"{node.target} changes {what}, without gradients",
         where=str(source_of(node)),
         todo="write into a copy, x.detach().clone()",
     )

@@ -95,7 +95,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.failed = self.opaque = ""
         self._gradients = GradientsInAutocast()
-        self._loops, self._counts, self._masks = ExpertLoops(), RowCounts(), ExpertMasks()
+        self._counts, self._masks = RowCounts(), ExpertMasks()
+        self._loops = ExpertLoops(self._masks.choices)
 
     def __torch_function__(
         self,
@@ -128,6 +129,9 @@ class Watch(TorchFunctionMode):
             result = stand_ins.call(func, name, args, kwargs)
             if result is not NotImplemented:
                 return result
+        result = self._masks.hits(name, args, kwargs)
+        if result is not NotImplemented:
+            return result
         inside = opened(func)
         try:
             with self if inside else nullcontext():

@@ -7,17 +7,22 @@ once for every query head (`repeat_kv`) before attention sees them:
   that of every pair of parts it attends to half ("enable_load_balance", on by default;
   pytorch#132442, #141429). Queries of a device meet keys of `cp` devices, half masked: `cp` times
   the attention of one part alone.
-- Keys and values are gathered at once, forwards and again backwards, beside the attention to a
-  device's own; the gradients of both go around a ring in f32, beside the next part's attention.
+- Keys and values are gathered at once, forwards and again backwards; the gradients of both go
+  around a ring in f32. No kernel runs beside these collectives: torchtitan compiles each layer as
+  one graph (`fullgraph=True`), in which every functional collective is followed by its wait
+  (`_maybe_wrap_tensor`). Inductor moves both to the first reader (`reorder_for_locality`), behind
+  the attention that an eager program would run meanwhile, and its pass for overlap is off by
+  default (`reorder_for_compute_comm_overlap`; pytorch#152252, #150074).
 - What attention makes of each further part is merged in f32: 10 bytes an element forwards (the
   result read and written, the part's read), and backwards as many for each of three gradients and
   16 to put those of keys and values together for sending. One kernel each, as compiled.
 
 That explains torchtitan's row of two devices, not those of four and eight. From one to two devices
 the published step grows by 4.5 s for a share of attention (1.27 PFLOP: 283 TFLOP/s), from four to
-eight by 29.2 s for four shares (174 TFLOP/s). Without balance these would be eight shares (347
-TFLOP/s), but then the second device would bring two, in those 4.5 s (566 TFLOP/s, more than that
-attention reaches on any H100). No one law fits all four rows, so none is fitted.
+eight by 29.2 s for four shares (174 TFLOP/s), of which communication takes 1.0 s. Without balance
+these would be eight shares (347 TFLOP/s), but then the second device would bring two, in those
+4.5 s (566 TFLOP/s, more than that attention reaches on any H100). No one law fits all four rows, so
+none is fitted.
 
 Nor do the page's own tables agree. In its table 6, the 405B model on such machines with the same
 code (76, 47, 31 and 16 tokens/s), a share costs 8.1, 5.5 and 7.6 ms a token on the way from one to
@@ -32,7 +37,6 @@ from dataclasses import dataclass
 
 from autopar.cost.model import AnalyticModel, Work
 from autopar.ir.collective import Collective
-from benchmarks.published.overlap import overlapped
 
 MERGED, SENT = 10.0, 16.0  # bytes an element
 
@@ -55,7 +59,7 @@ class Ring:
     def layer(self, kernels: float, forwards: int) -> float:
         """Seconds of a layer whose kernels take `kernels` without this."""
         merged = kernels + forwards * self.forward + self.backward
-        return overlapped(merged, (forwards + 1) * self.gather + self.gradients)
+        return merged + (forwards + 1) * self.gather + self.gradients
 
 
 def ring(prices: AnalyticModel, axis: str, cp: int, elements: int) -> Ring:

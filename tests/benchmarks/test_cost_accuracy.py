@@ -98,6 +98,8 @@ def test_a_ring_of_one_device_adds_nothing_and_a_longer_one_more() -> None:
     assert long.forward == pytest.approx(7 * short.forward)
     assert long.backward == pytest.approx(4 * short.backward)
     assert 0.25 < short.layer(0.25, 2) < long.layer(0.25, 2)
+    # Keys and values of seven others arrive thrice over a link of 450 GB/s, and nothing hides it.
+    assert long.layer(0.25, 2) > 0.25 + 3 * 7 * 4 * 2**27 / 450e9 + 2 * long.forward + long.backward
 
 
 def test_alpa_runs_out_of_memory_where_it_did() -> None:

@@ -255,6 +255,12 @@ def has_wrong_sizes(self: Any, x: Tensor) -> Any:
     return self.layer(x) @ torch.zeros(3, 3)  # the line
 
 
+@mistake("before it is captured")
+def converts_a_module(self: Any, x: Tensor) -> Any:
+    layer = self.layer.to(torch.bfloat16)  # the line
+    return layer(x.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused_at_its_line_with_what_helps(name: str) -> None:
     kind, advice = MISTAKES[name]

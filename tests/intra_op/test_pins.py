@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 import pytest
+import torch
 
 from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
@@ -200,6 +201,30 @@ def test_pins_that_name_nothing_are_all_named() -> None:
     assert "transformer.h.*.mpl.*" in caught.value.what
     assert FC not in caught.value.what
     assert caught.value.todo
+
+
+def test_a_form_that_no_operator_of_a_module_has_is_refused() -> None:
+    with pytest.raises(PinError, match="fits no operator") as caught:
+        plan({"transformer.h.*.mlp": "by ring"})
+    assert "scaled_dot_product_attention" in caught.value.why
+    assert "aten.linear" in caught.value.why
+    assert "modules that have" in caught.value.todo
+    pins = Pins(prepare(capture(Products(), (torch.ones(2, 4, 8),)).graph), {"inner": "by ring"})
+    with pytest.raises(PinError, match="fits no operator") as caught:
+        pins.check()
+    assert "F.scaled_dot_product_attention" in caught.value.todo
+
+
+class Products(torch.nn.Module):
+    """Attention by products and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights: torch.Tensor = self.inner(x @ x.mT)
+        return (weights @ x).sum()
 
 
 def test_a_layout_that_cannot_be_read_is_refused() -> None:

@@ -276,6 +276,21 @@ def within_capacity(model: Loop, x: Tensor) -> Tensor:
     return out
 
 
+def crowded(model: Loop, x: Tensor) -> Tensor:
+    """Switch of transformers 5: one expert a token, up to a capacity; experts have names."""
+    model.router = model.router.to(x.device, x.dtype)
+    weights, ids = model.router(x).softmax(-1).max(-1)
+    chosen = F.one_hot(ids, EXPERTS)
+    chosen = (chosen * (chosen.cumsum(0) <= 2)).view(-1, 1, EXPERTS)
+    out = torch.zeros_like(x)
+    mask = chosen.permute(2, 1, 0)
+    for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        slot, token = torch.where(mask[hit].squeeze(0))
+        rows = model.experts.get_submodule(f"{hit[0]}")(x[None, token].reshape(-1, WIDTH))
+        out.index_add_(0, token, rows * weights.view(-1, 1)[token, slot, None])
+    return out
+
+
 def soft(model: Loop, x: Tensor) -> Tensor:
     """All experts of every token: no mixture of some."""
     gates = model.router(x).softmax(-1)
@@ -303,6 +318,22 @@ def identity(model: Loop, x: Tensor) -> Tensor:
         if token.numel() == 0:
             continue
         rows = x[token] if number == EXPERTS - 1 else model.experts[number](x[token])
+        out.index_add_(0, token, rows * weights[token, slot, None])
+    return out
+
+
+def doubled(model: Loop, x: Tensor) -> Tensor:
+    """What the first expert gives counts twice."""
+    weights, ids = model.routed(x)
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        if number[0] == EXPERTS:
+            continue
+        layer = model.experts[number[0]]
+        slot, token = torch.where(mask[number[0]])
+        rows = layer(x[token])
+        rows = rows + rows if number[0] == 0 else rows
         out.index_add_(0, token, rows * weights[token, slot, None])
     return out
 
@@ -342,9 +373,9 @@ def written(model: Loop, x: Tensor) -> Tensor:
 MIXTURES: dict[str, Body] = {
     body.__name__: body
     for body in (mixtral, mixtral_hits, mixtral_list, mistral, deepseek, sparse_gates, masks,
-                 each_slot, switch, scattered, dense, within_capacity, others, positions,
+                 each_slot, switch, scattered, dense, within_capacity, crowded, others, positions,
                  unique_ids, counted, stacked, summed_stack)
 }  # fmt: skip
 OTHERS: dict[str, Body] = {
-    body.__name__: body for body in (soft, fewer, identity, overwritten, written)
+    body.__name__: body for body in (soft, fewer, identity, doubled, overwritten, written)
 }

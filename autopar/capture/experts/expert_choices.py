@@ -111,7 +111,10 @@ def _routed(name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _viewed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
-    """Returns the meaning of a view, which may merge dimensions of tokens, or tokens with slots."""
+    """Returns the meaning of a view.
+
+    It may merge dimensions of tokens, merge tokens with slots, or add a dimension as the only slot.
+    """
     old, new = x.shape, result.shape
     rest = len(of.dims)
     while rest and of.dims[rest - 1] != "token":
@@ -120,7 +123,10 @@ def _viewed(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choic
         return of if old == new else None
     tail = len(of.dims) - rest
     if tail == 0 or (tuple(old[rest:]) == tuple(new[len(new) - tail :]) and len(new) >= tail):
-        return replace(of, dims=("token",) * (len(new) - tail) + of.dims[rest:])
+        tokens = ["token"] * (len(new) - tail)
+        if "slot" not in of.dims and len(tokens) > 1 and new[len(tokens) - 1] == 1:
+            tokens[-1] = "slot"
+        return replace(of, dims=(*tokens, *of.dims[rest:]))
     return replace(of, dims=("token",)) if of.dims[rest:] == ("slot",) and len(new) == 1 else None
 
 
@@ -200,6 +206,15 @@ def _compared(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Cho
     return of if of.what in (MASK, ANY) and tuple(args) == (0,) else None
 
 
+def _dropped(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
+    """A copy of a mask without some elements, such as those beyond an expert's capacity."""
+    kept = args[0] if args else None
+    some = isinstance(kept, Tensor) and kept.dtype == torch.bool and result is not x
+    if of.what != MASK or not some or result.shape != x.shape:
+        return None
+    return replace(of, root=id(result))
+
+
 def _same(of: Choice, x: Tensor, args: Any, kwargs: Any, result: Any) -> Choice | None:
     return None if of.what == IDS and result.dtype == torch.bool else of
 
@@ -217,6 +232,7 @@ _STEPS: dict[str, Step] = {
     **dict.fromkeys(("any", "sum", "amax", "count_nonzero"), _reduced),
     **dict.fromkeys(("gt", "greater", "ne", "not_equal"), _compared),
     **dict.fromkeys(("transpose", "t", "swapaxes"), _transposed),
+    **dict.fromkeys(("mul", "multiply", "and", "logical_and"), _dropped),
     "eq": _equal,
     "one_hot": _one_hot,
     "permute": _permuted,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.experts.expert_choices import Choices
 from autopar.capture.experts.expert_rows import (
     Expert,
     Hits,
@@ -73,8 +74,13 @@ class _Chosen:
 
 @dataclass
 class ExpertLoops:
-    """The loops over experts of one trace: the tensors that control them, by identity."""
+    """The loops over experts of one trace, with the tensors that control them, by identity.
 
+    Attributes:
+        choices: what is known of the numbers of experts.
+    """
+
+    choices: Choices
     _known: dict[int, tuple[Tensor, _Chosen]] = field(default_factory=dict)
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +120,9 @@ class ExpertLoops:
             return
         chosen = self._of(args[0])
         if name == "one_hot" and args[0].dim() == 2:
-            chosen = _Chosen(args[0], ("token", "slot", "expert"), result.shape[-1])
+            known = self.choices.of(args[0])  # often there is one class more, which no token has
+            experts = result.shape[-1] if known is None else known.experts or result.shape[-1]
+            chosen = _Chosen(args[0], ("token", "slot", "expert"), experts)
         elif chosen is None or chosen.seen:
             return
         elif (
@@ -135,6 +143,7 @@ def _mask(chosen: _Chosen, index: Any) -> Mask:
     """Returns the part of a one-hot tensor for one expert."""
     if not isinstance(index, Expert) or chosen.dims[:1] != ("expert",) or len(chosen.dims) != 3:
         raise refused("__getitem__")
+    index.stands_for_all()
     return Mask(chosen.ids, chosen.dims[1:])
 
 
@@ -182,6 +191,7 @@ def _taken(x: Tensor, index: Any) -> StandIn:
     """Returns x[index] for an index from a loop over experts."""
     match index:
         case Expert() if x.dim() in (2, 3):
+            index.stands_for_all()
             return Weight(x)
         case Places(of="token") | (None, Places(of="token")) if (
             x.dim() == 2 and x.shape[0] == _ids(index).shape[0]

@@ -121,6 +121,15 @@ class ExpertMasks:
             return self.choices.meaning(counts, replace(choice, what=ANY, dims=("expert",)))
         return NotImplemented
 
+    def hits(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the experts that have rows by `nonzero`, NotImplemented for any other call."""
+        choice = self.choices.of(args[0]) if name == "nonzero" and args else None
+        if choice is None or choice.what != ANY or choice.dims != ("expert",):
+            return NotImplemented
+        apart = bool(kwargs.get("as_tuple"))
+        found = Hits(args[0], args[0].numel(), not apart, numbered=True)
+        return (found,) if apart else found
+
     def selected(self, x: Any, mask: Any) -> Any:
         """Returns x[mask] for a mask of tokens and slots; NotImplemented for other masks."""
         choice = self.choices.of(mask)

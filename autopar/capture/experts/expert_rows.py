@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,11 +89,11 @@ class Hits(StandIn):
     numbered: bool = False
 
     def __iter__(self) -> Iterator[Expert]:
-        first = Expert(self.ids, 0, self.column, [True] * self.numbered)
+        first = Expert(self.ids, self.count, 0, self.column, [True] * self.numbered)
         yield first
         if first.numbered:  # it has indexed a list of modules
             for number in range(1, self.count):
-                yield Expert(self.ids, number, self.column, [True])
+                yield replace(first, number=number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,15 +102,19 @@ class Expert(StandIn):
 
     Attributes:
         ids: the experts of every token.
+        count: how many experts there are.
         number: its number.
         column: whether it is a tensor of one element.
         asked: not empty if its number has been read.
+        shared: not empty if it has represented all experts.
     """
 
     ids: Tensor
+    count: int
     number: int = 0
     column: bool = False
     asked: list[bool] = field(default_factory=list)
+    shared: list[bool] = field(default_factory=list)
 
     @property
     def numbered(self) -> bool:
@@ -117,10 +122,26 @@ class Expert(StandIn):
         return bool(self.asked)
 
     def __index__(self) -> int:
+        if self.shared:
+            raise CaptureError(
+                "a loop over experts needs the number of an expert whose rows or weights it has",
+                why="its body was traced as that of all experts until then",
+                todo="ask for the number first, number = int(expert), and use it in the body",
+            )
         self.asked.append(True)
         return self.number
 
+    def stands_for_all(self) -> None:
+        """Notes that it has no number from now on."""
+        self.shared.append(True)
+
     __int__ = __index__
+
+    def __format__(self, spec: str) -> str:
+        """Returns the number as text, by which a module may be looked up."""
+        if self.column:
+            raise refused("format")
+        return format(int(self), spec)
 
     def __getitem__(self, index: Any) -> Expert:
         if index not in (0, -1):
@@ -135,13 +156,24 @@ class Expert(StandIn):
         """Returns the index of this expert's part in a tensor of all experts."""
         return slice(self.number, self.number + 1) if self.column else self.number
 
-    def __eq__(self, other: object) -> bool:  # no expert has the number of experts
-        if isinstance(other, int):
-            return False
-        raise refused("==")
+    def __eq__(self, other: object) -> bool:
+        return self._holds(operator.eq, other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        return self._holds(operator.ne, other)
+
+    def __lt__(self, other: object) -> bool:
+        return self._holds(operator.lt, other)
+
+    def __ge__(self, other: object) -> bool:
+        return self._holds(operator.ge, other)
+
+    def _holds(self, compare: Callable[[int, int], bool], other: object) -> bool:
+        """Returns whether a comparison with a number holds; that with their count does for none."""
+        if not isinstance(other, int):
+            raise refused("a comparison")
+        every = {compare(number, other) for number in range(self.count)}
+        return every.pop() if len(every) == 1 else compare(int(self), other)
 
     __hash__ = object.__hash__
 

@@ -2,17 +2,13 @@
 
 torch.nn.attention.flex_attention compiles the user's functions of positions and, on CPUs, has no
 backward. While a model is traced, these functions run on tensors of all batches, heads, queries and
-keys instead, so that the graph contains their operators. During the trace, the code objects of
-torch's functions are replaced, because models import the functions by name and compile them.
+keys instead, so that the graph contains their operators; see `exchanged.py`.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,59 +19,25 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.capture.stand_ins.exchanged import exchange
 from autopar.errors import CaptureError
 
 _LARGEST = 2**28  # elements of a mask that is compared with its blocks
 _MARK = "_traced_by_autopar"  # attribute of a BlockMask that is built while a model is traced
-_LOCK = threading.Lock()
-_TRACING: list[int] = []  # threads
-
-
-@contextmanager
-def flex_traced() -> Iterator[None]:
-    """Returns a context in which this thread traces FlexAttention as plain operators.
-
-    Several threads may use it; the last one to leave restores torch's own code.
-    """
-    with _LOCK:
-        _TRACING.append(threading.get_ident())
-        for function, (stand_in, _, _) in _STAND_INS.items():
-            function.__code__ = stand_in.__code__
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _TRACING.remove(threading.get_ident())
-            for function, (_, _, own) in _STAND_INS.items() if not _TRACING else ():
-                function.__code__ = own.__code__
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Runs as the code of torch's function, with the names of torch's module."""
-    from autopar.capture.stand_ins.flex import called
+    from autopar.capture.stand_ins.exchanged import called
 
-    return called("flex_attention", *args, **kwargs)
+    return called("_flex_attention", *args, **kwargs)
 
 
 def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
     """Runs as the code of torch's function, with the names of torch's module."""
-    from autopar.capture.stand_ins.flex import called
+    from autopar.capture.stand_ins.exchanged import called
 
-    return called("create_block_mask", *args, **kwargs)
-
-
-def called(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the replacement of a torch function if this thread is tracing, else the function."""
-    _, ours, own = _STAND_INS[getattr(flex, name)]
-    traces = threading.get_ident() in _TRACING and torch.compiler.is_exporting()
-    return (ours if traces else own)(*args, **kwargs)
-
-
-def _copy(function: Any) -> Any:
-    code, name, defaults = function.__code__, function.__name__, function.__defaults__
-    copy = FunctionType(code, function.__globals__, name, defaults)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return called("_create_block_mask", *args, **kwargs)
 
 
 def _block_mask(
@@ -295,9 +257,7 @@ class _Row:
         return _looked_up(self.table, (*self.given, *more))
 
 
-# torch's functions: the function with the replacing code, the function that this code calls, and a
-# copy with torch's own code.
-_STAND_INS: dict[Any, tuple[Any, Callable[..., Any], Any]] = {
-    flex.flex_attention: (_flex_attention, _attention, _copy(flex.flex_attention)),
-    flex.create_block_mask: (_create_block_mask, _block_mask, _copy(flex.create_block_mask)),
-}
+EXCHANGES = (
+    exchange(flex.flex_attention, _flex_attention, _attention),
+    exchange(flex.create_block_mask, _create_block_mask, _block_mask),
+)

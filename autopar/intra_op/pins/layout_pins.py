@@ -32,6 +32,7 @@ from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
+from autopar.operators.attention.sequence_forms import ATTENTION
 from autopar.operators.forms import PLAIN, forms, forms_of
 
 _SHOWN = 12  # number of choices that an error lists
@@ -213,6 +214,27 @@ class Pins:
             todo="pin it to one of these, or leave the pin out",
         )
 
+    def _formless(self, key: str, pin: Pin) -> PinError:
+        """Returns the error of a form that no operator has in the modules that a pin names."""
+        ops = dict.fromkeys(form.op for form in forms().values() if form.name == pin.form)
+        inside = dict.fromkeys(
+            node.op
+            for node in self.graph.nodes
+            if forms_of(node.op) and _names(key, self.modules.get(node.name, set()))
+        )
+        todo = "name modules that have such an operator, or leave the pin out"
+        if ATTENTION in ops and all(node.op != ATTENTION for node in self.graph.nodes):
+            todo = (
+                "compute attention with F.scaled_dot_product_attention or flex_attention, not with "
+                'products and a softmax (transformers: attn_implementation="sdpa")'
+            )
+        return PinError(
+            f"the pin {key!r} = {str(pin)!r} fits no operator",
+            why=f"{pin.form} is a form of {' and of '.join(ops)}; the operators with forms in "
+            f"{key} are of {' and of '.join(inside) or 'no kind'}",
+            todo=todo,
+        )
+
     def _contradiction(
         self,
         fitting: list[tuple[str, Pin, frozenset[int]]],
@@ -252,6 +274,10 @@ class Pins:
 
     def check(self) -> None:
         """Raises PinError if a pin matches nothing in the graph."""
+        known = set().union(*self.names.values())
+        for key, pin in self.pins:
+            if key in self.unmet and pin.anywhere and _names(key, known):
+                raise self._formless(key, pin)
         if self.unmet:
             raise PinError(
                 f"pins that name nothing: {', '.join(sorted(self.unmet))}",

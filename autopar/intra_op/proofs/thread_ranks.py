@@ -76,7 +76,8 @@ class _ThreadPeers:
         awaited = [0 if at == self.index else count for at, count in enumerate(takes)]
         if [x.numel() for x in taken] != awaited:
             raise ValueError(f"{awaited} elements are awaited, {[x.numel() for x in taken]} come")
-        return lambda: taken
+        arrived = torch.cat(taken).split(awaited)  # in one buffer, as between processes
+        return lambda: list(arrived)
 
     def sum_parts(self, x: Tensor) -> Tensor:
         return torch.stack([y[self.index] for y in self.table.swap(self.index, x.clone())]).sum(0)

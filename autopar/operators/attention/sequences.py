@@ -74,6 +74,15 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
     # If dtypes differ, bytes are sent: the widest dtype first, so that every tensor is aligned.
     mixed = len({parcel.tensor.dtype for parcel in parcels}) > 1
     ranked = sorted(parcels, key=lambda parcel: -parcel.tensor.element_size())
+    unit = ranked[0].tensor.element_size() if mixed else 1
+
+    def count(sender: int, receiver: int) -> int:
+        return sum(
+            size * _row_size(parcel.tensor) * (parcel.tensor.element_size() if mixed else 1)
+            for parcel in ranked
+            for _, _, size in _shared(parcel.before[sender], parcel.after[receiver])
+        )
+
     sent = [
         [
             _sendable(parcel.tensor.narrow(-2, at, size), mixed)
@@ -83,14 +92,10 @@ def dealt(parcels: Sequence[Parcel], peers: Peers) -> Callable[[], list[Tensor]]
         for other in everyone
     ]
     sent[me] = sent[me] or [_sendable(ranked[0].tensor[..., :0, :], mixed)]
-    takes = [
-        sum(
-            size * _row_size(parcel.tensor) * (parcel.tensor.element_size() if mixed else 1)
-            for parcel in ranked
-            for _, _, size in _shared(parcel.before[other], parcel.after[me])
-        )
-        for other in everyone
-    ]
+    for other in everyone:  # the rows of several senders follow one another, each from a multiple
+        missing = 0 if other == me else -count(me, other) % unit
+        sent[other] += [ranked[0].tensor.new_zeros(missing, dtype=torch.uint8)] if missing else []
+    takes = [-(-count(other, me) // unit) * unit for other in everyone]
     wait = peers.deal(sent, takes)
 
     def arrive() -> list[Tensor]:
