@@ -23,7 +23,7 @@ from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
 from autopar.intra_op.node_choices import input_layout
-from autopar.ir.graph import COUNTS, Graph
+from autopar.ir.graph import COUNTS
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
@@ -32,9 +32,9 @@ from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
+from autopar.planning.stored import graphs_of
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
@@ -294,11 +294,6 @@ class Compiled:
         code = zlib.crc32(source.encode())
         where = f"stage {number}" if self.plan.is_pipeline else str(self.plan.mesh)
         return printable(f"<autopar {self.captured.graph.name}, {where}, {code:08x}>")
-
-
-def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
-    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut."""
-    return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)
 
 
 def groups_of(plan: Plan) -> int:

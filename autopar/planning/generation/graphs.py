@@ -37,12 +37,16 @@ def capture_generation(
     """
 
     def captured(caches: CachedCall, arguments: Arguments) -> Captured:
-        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
+        call = Call(model, (), dict(arguments), caches)
+        return capture_call(call, options, Trace(None), 1 if options.is_pipeline else None)
 
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
     _refuse_last_place(decode.graph, length_of(model, sizes))
-    # A decode does not read an encoder, so that only the prefill can tell how to store it.
+    # A decode does not read an encoder, so that only the prefill can tell how to store it. No
+    # operator tells in which stage something unread is stored.
+    if options.is_pipeline:
+        prefill = replace(prefill, graph=without_unread(prefill.graph))
     return prefill, replace(decode, graph=without_unread(decode.graph))
 
 
