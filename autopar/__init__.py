@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar import callbacks, outer, pins
+    from autopar import callbacks, hf, outer, pins
     from autopar.compile import compile, compile_together, emit, load, plan, plan_together
     from autopar.generation_plan import GenerationPlan
     from autopar.intra_op.pins.named_dims import layout
@@ -82,7 +82,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "outer", "pins"):
+    if name in ("callbacks", "hf", "outer", "pins"):
         return import_module(f"autopar.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -30,6 +30,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": ALIKE, "gemma2": {"query_pre_attn_scalar": 4, **WINDOW}, "gpt_neox": {}, "bloom": {},
     "falcon": {"head_dim": None},
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 8}, "starcoder2": WINDOW, "olmo": {},
+    # Recurrences, alone and between layers of attention.
+    "mamba": {"state_size": 4, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 4, "state_size": 4, "n_groups": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4,
+              "num_experts": 2, "expert_layer_offset": 1},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+                   "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+                   "shared_expert_intermediate_size": 8, "linear_num_value_heads": 4,
+                   "linear_num_key_heads": 2, "linear_key_head_dim": 4,
+                   "linear_value_head_dim": 4},
+    "lfm2": {"full_attn_idxs": [1], "head_dim": None},
 }  # fmt: skip
 GROUPS = [tuple(FAMILIES)[first : first + 5] for first in range(0, len(FAMILIES), 5)]
 

@@ -12,7 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.errors import OptionError, PlanError, ProgramError
 from autopar.pins import megatron
-from tests.programs.test_generation import DRAWN, ENDS, MODELS, by_transformers, made, prompts
+from tests.programs.test_generation import (
+    DRAWN,
+    ENDS,
+    MODELS,
+    NEW,
+    by_transformers,
+    made,
+    prompts,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -54,10 +62,12 @@ def _trains(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
 
 
 def test_two_stages_of_one_process_generate_the_tokens_of_transformers() -> None:
-    """Trained or not; every stage has its own caches."""
-    two = {"stages": 2, "schedule": "interleaved_1f1b chunks=2"}
+    """By a plan, and in training; every stage has its own caches."""
+    two: dict[str, Any] = {"stages": 2, "schedule": "interleaved_1f1b chunks=2"}
+    sizes: dict[str, int] = {"batch": 4, "prompt": 5, "new_tokens": NEW}
+    plan = autopar.plan(made("gpt2"), "cpu: gpu=1", task="generate", **sizes, **two)
     batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
-    with autopar.compile(made("gpt2"), "cpu: gpu=1", **two) as program:
+    with autopar.compile(made("gpt2"), "cpu: gpu=1", plan=plan) as program:
         assert equal(generated(program), wanted(made("gpt2")))
         with pytest.raises(ProgramError, match="cannot train"):
             program.step(**batch)

@@ -102,6 +102,11 @@ class CachedCall(nn.Module, ABC):
         """Returns whether it reads tokens after a prompt."""
         return self.step == DECODE
 
+    @property
+    def attends(self) -> bool:
+        """Returns whether a layer keeps keys of tokens, and not only states."""
+        return any("keys_" in name for name in self.kept or {})
+
     def extend(self, keys: Tensor, values: Tensor, layer: int, crosses: bool = False) -> Any:
         """Writes keys and values into the caches of a layer; returns those to attend to.
 

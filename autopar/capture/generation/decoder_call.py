@@ -43,6 +43,8 @@ class DecoderCall(CachedCall):
         name = PARAMS if theirs and PARAMS in taken else PAST
         if name not in taken:
             raise no_cache(model)
+        if self.decodes and not self.attends:  # the mask is for keys; a generated token counts
+            del given[MASK]
         known = {name: value for name, value in given.items() if name in taken}
         cache = cache_of(self, model) if theirs else KeyValueCache(self)
         return {"logits": last_logits(model(input_ids, **{name: cache}, **known))}
