@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar import callbacks, hf, outer, pins
+    from autopar import callbacks, outer, pins
     from autopar.compile import compile, compile_together, emit, load, plan, plan_together
     from autopar.generation_plan import GenerationPlan
     from autopar.intra_op.pins.named_dims import layout
