@@ -78,18 +78,19 @@ def plan_over(first: Graph, plan: Plan, graph: Graph, options: Options) -> tuple
 
 
 def plan_with(
-    kept: Sequence[Kept], plan: Plan, graph: Graph, options: Options
+    kept: Sequence[Kept], plan: Plan, graph: Graph, options: Options, stores: bool = False
 ) -> tuple[Graph, Plan]:
     """Plans a further call over what the stages of a plan keep; see `plan_over`.
 
     Args:
         kept: of each stage.
         plan, graph, options: as for `plan_over`.
+        stores: whether the call's program is to store what it does not read, in the first stage.
     """
     if not plan.is_pipeline:
         graph = with_equal_blocks(graph, kept[0].storages)
         return graph, Plan.of(_planned(graph, plan.stages[0], kept[0].storages, options))
-    graph = without_unread(graph)
+    graph = graph if stores else without_unread(graph)
     ends = plan.ends if _reads_its_own(kept, graph, plan.ends) else _ends_like(kept, graph)
     graphs = stage_graphs(graph, ends, Trace(None))
     stages = []

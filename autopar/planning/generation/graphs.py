@@ -47,10 +47,7 @@ def capture_generation(
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
     _refuse_last_place(decode.graph, length_of(model, sizes))
-    # A decode does not read an encoder, so that only the prefill can tell how to store it. No
-    # operator tells in which stage something unread is stored.
-    if options.is_pipeline:
-        prefill = replace(prefill, graph=without_unread(prefill.graph))
+    # A decode does not read an encoder, so that only the prefill can tell how to store it.
     return prefill, replace(decode, graph=without_unread(decode.graph))
 
 

@@ -106,10 +106,10 @@ def plan_serving(
             if trained is None:
                 one = _planned(first, mesh, options)
             else:
-                one = _over(kept, trained[1], first, options)
+                one = _over(kept, trained[1], first, options, stores=False)
             own = kept_by(*one)
             both = [a | b for a, b in zip(own, kept or own, strict=True)]
-            two = _over(both, one[1], second, options)
+            two = _over(both, one[1], second, options, stores=trained is None)
         except AutoparError as error:
             failed = failed or error
             continue
@@ -132,9 +132,11 @@ def _planned(graph: Graph, mesh: Mesh, options: Options) -> Planned:
     return graph, Plan.of(make_plan(graph, mesh, options, Trace(None)))
 
 
-def _over(kept: Sequence[Kept], plan: Plan, graph: Graph, options: Options) -> Planned:
+def _over(
+    kept: Sequence[Kept], plan: Plan, graph: Graph, options: Options, stores: bool
+) -> Planned:
     """Plans a graph over parameters and caches that lie where another plan has them."""
     if plan.is_pipeline:
         plan = replace(plan, microbatches=1, schedule=options.schedule)
-    graph, over = plan_with(kept, plan, graph, options)
+    graph, over = plan_with(kept, plan, graph, options, stores)
     return graph, passed(graph, over, options)
