@@ -82,7 +82,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "outer", "pins"):
+    if name in ("callbacks", "hf", "outer", "pins"):
         return import_module(f"autopar.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")

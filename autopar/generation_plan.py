@@ -110,11 +110,12 @@ class GenerationPlan:
             for name in ("prefill", "decode")
         )
         fields.end()
-        if prefill.mesh != decode.mesh or prefill.is_pipeline or decode.is_pipeline:
+        if _places(prefill) != _places(decode):
             raise PlanError(
                 "the plan has a damaged entry",
                 where=where,
-                why="prefill and decode must run on one mesh, without stages",
+                why="prefill and decode must have the same stages on the same devices",
+                todo="plan again",
             )
         return cls(prefill, decode, *sizes)
 
@@ -126,6 +127,12 @@ class GenerationPlan:
     def load(cls, path: str | Path) -> GenerationPlan:
         """Reads a plan file; raises PlanError if it is missing or no plan of a generation."""
         return cls.from_toml(FILE.text(path), where=str(path))
+
+
+def _places(plan: Plan) -> object:
+    """Returns the devices of the stages, and how a batch passes them."""
+    places = [(stage.mesh, stage.starts) for stage in plan.stages]
+    return plan.mesh, places, plan.schedule, plan.microbatches
 
 
 def generates(path: str | Path) -> bool:

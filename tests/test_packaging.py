@@ -64,11 +64,12 @@ def test_a_wheel_holds_every_module_and_its_data(tmp_path: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
 
     def installed(folder: str, name: str) -> set[str]:
-        found = (p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".toml", ".typed"})
-        return {f"{name}/{p.relative_to(ROOT / folder).as_posix()}" for p in found}
+        files = (p.relative_to(ROOT / folder) for p in (ROOT / folder).rglob("*") if p.is_file())
+        return {f"{name}/{p.as_posix()}" for p in files if "__pycache__" not in p.parts}
 
     expected = installed("autopar", "autopar") | installed("kernels", "autopar_kernels")
-    assert {"autopar/py.typed", "autopar/zoo/models.toml"} <= expected
+    data = {"autopar/py.typed", "autopar/zoo/models.toml", "autopar/cost/tables/links.csv"}
+    assert data <= expected
     assert expected == {name for name in held if ".dist-info/" not in name}
     assert any(name.endswith("LICENSE") for name in held)
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from autopar.capture.watch import is_users, place
 from autopar.errors import CaptureError
 
+CHANGES = "forward changes self."  # begins the error for an attribute that a call sets
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -111,7 +113,7 @@ class State:
 def changed(module: nn.Module, name: str) -> CaptureError:
     """Returns the error of a model that keeps state in an attribute."""
     return CaptureError(
-        f"forward changes self.{name} of {type(module).__name__}",
+        f"{CHANGES}{name} of {type(module).__name__}",
         where=_search([module], rf"self\.{name}\b\s*(?:\[.*\])?\s*(?:[-+*/|&@%]?=(?!=)|\.\w+\()"),
         why="its value at capture would be a constant of the program",
         todo=f'keep it in a buffer, register_buffer("{name}", torch.tensor(...)); if every call '

@@ -28,6 +28,7 @@ from autopar.errors import PinError
 from autopar.explain import Decision, decisions, render_difference, signed
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.operators.forms import PLAIN
+from autopar.stage_plan import StagePlan
 
 _SECONDS = ("step_seconds", "compute_seconds", "exchange_seconds", "reshard_seconds")
 MOST = 12  # decisions that one `why` solves again
@@ -128,7 +129,7 @@ def why_not(
         print_out(_title(chosen[node]))
         print_out(f"chosen   {chosen[node].layout}")
     print_out(f"instead  {answer.layouts or layout}")
-    _print_difference(answer, everything)
+    _print_difference(case.plan, answer, everything)
 
 
 def _json(decision: Decision, answers: tuple[Alternative, ...]) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _print(
         if answer.missing:
             print_out(answer.missing, "")
     if answers[0].difference is not None:
-        _print_difference(answers[0], everything)
+        _print_difference(case.plan, answers[0], everything)
 
 
 def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]) -> None:
@@ -200,7 +201,7 @@ def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]
     print_out(rows, "")
 
 
-def _print_difference(answer: Alternative, everything: bool) -> None:
+def _print_difference(plan: StagePlan, answer: Alternative, everything: bool) -> None:
     """Prints everything that the alternative changes."""
     if answer.missing:
         print_out(Text(f"It does not fit. {answer.missing}", style="yellow"))
@@ -211,12 +212,10 @@ def _print_difference(answer: Alternative, everything: bool) -> None:
         print_out(part, "")
     if not difference.changes:
         print_out("No other layout changes.")
-    if answer.figure("step_seconds")[1] < 0 and not answer.missing:
-        print_out(
-            Text(
-                "It is faster than the plan: the plan was edited, or made with other prices or "
-                "less memory (--memory).",
-                style="yellow",
-            )
-        )
+    gain = -answer.figure("step_seconds")[1]
+    if gain > 0 and not answer.missing:
+        why = "the plan was edited, or made with other prices or less memory (--memory)."
+        if gain <= plan.solver.gap * plan.predicted.step_seconds:
+            why = f"the search for the plan ended within {plan.solver.gap:.1%} of the optimum."
+        print_out(Text(f"It is faster than the plan: {why}", style="yellow"))
     print_out(Text(f"solved in {answer.seconds:.2f} s", style="dim"))

@@ -35,7 +35,7 @@ from autopar.intra_op.storage_choices import (
     undominated,
 )
 from autopar.ir.fusion.async_tensor_parallel import OverlappableLinears
-from autopar.ir.graph import EXTEND, Graph, Node
+from autopar.ir.graph import EXTEND, WRITE, Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
@@ -351,7 +351,8 @@ class Builder:
         twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
         sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
         matrix = np.where(sent, 0.0, matrix)
-        if node.op == EXTEND and index == 0:  # a copy in another layout would be extended instead
+        # A copy in another layout would be written instead.
+        if node.op in (EXTEND, WRITE) and index == 0:
             alike = [[row.dims == column.dims for column in columns] for row in rows]
             return Edge(a, b, np.where(np.array(alike), 0.0, FORBIDDEN))
         return Edge(a, b, self._gathered_once(source, node, index, matrix))

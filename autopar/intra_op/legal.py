@@ -6,7 +6,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.intra_op.node_choices import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import allowed_storages
-from autopar.ir.graph import EXTEND, Graph, Node
+from autopar.ir.graph import EXTEND, WRITE, Graph, Node
 from autopar.ir.tensor import Layout
 from autopar.plan_entries import Shaped
 from autopar.stage_plan import StagePlan
@@ -33,7 +33,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
             fault = _fault(plan, leaf.name, node.name)
         else:
             options, _ = node_options(graph, node, plan.mesh, table)
-            fault = _copied(graph, node, plan) if node.op == EXTEND else ""
+            fault = _copied(graph, node, plan) if node.op in (EXTEND, WRITE) else ""
         allowed = {
             (_canonical(choice.operands), _canonical(choice.results), choice.form)
             for choice in (option.entry(graph, node) for option in options)
@@ -65,10 +65,10 @@ def _fault(plan: StagePlan, leaf: str, share: str) -> str:
 
 
 def _copied(graph: Graph, node: Node, plan: StagePlan) -> str:
-    """Returns why a cache would not be extended itself, but a copy of it; "" if it is."""
+    """Returns why a buffer would not be written itself, but a copy of it; "" if it is."""
     cache = plan.nodes[graph.template[node.inputs[0]]].results
     alike = _canonical(cache) == _canonical(plan.nodes[node.name].operands[:1])
-    return "" if alike else f"the cache has the layout {cache[0][1].format(cache[0][0])}"
+    return "" if alike else f"the buffer has the layout {cache[0][1].format(cache[0][0])}"
 
 
 def _canonical(side: tuple[Shaped, ...]) -> tuple[Shaped, ...]:

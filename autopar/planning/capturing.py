@@ -207,7 +207,8 @@ def capture_call(
     part = call.microbatch(microbatches)
     stages = 1 if options.searches_stages else options.stages
     options = replace(options, stages=stages, microbatches=microbatches, global_batch=None)
-    return capture_graph(part.model, part.args, part.kwargs, options, trace, NORMALISING)
+    given = part.model, part.args, part.kwargs, options, trace, NORMALISING, part.caches
+    return capture_graph(*given)
 
 
 def capture_graph(

@@ -256,7 +256,7 @@ class Executor:
             self.update.check.settle(self._intake.differences)
             chosen.writes.drop()
             shards = self._forward(chosen, inputs)
-            chosen.writes.drop()
+            chosen.writes.settle(chosen.caches)
         held = chosen.program.outputs
 
         def gather() -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from autopar.plan import Plan
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.wiring import wiring_of
+from autopar.planning.stored import graphs_of
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
@@ -47,7 +48,7 @@ from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled_folder import Contents
 from autopar.session.padding import Padding
-from autopar.session.sources import graphs_of, sources_of
+from autopar.session.sources import sources_of
 
 _COLUMNS = 88  # width of the schedule's picture
 

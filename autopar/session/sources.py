@@ -12,8 +12,8 @@ from autopar.lower.lowered_text import format_lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.planning.options import Options
-from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.prices import cost_model
+from autopar.planning.stored import graphs_of
 from autopar.planning.trace import Trace
 
 
@@ -44,8 +44,3 @@ def sources_of(graph: Graph, plan: Plan, options: Options, trace: Trace) -> tupl
         trace(name, lambda source=source: source)  # type: ignore[misc]
         sources.append(source)
     return tuple(sources)
-
-
-def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
-    """Returns the graphs of a plan's stages; raises StageError if the graph cannot be cut."""
-    return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)

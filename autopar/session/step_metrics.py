@@ -19,11 +19,11 @@ from torch import Tensor
 from autopar.cost.device import device
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.model_flops import model_flops
+from autopar.planning.stored import graphs_of
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.trained import Program
 from autopar.session.compiled import Compiled
-from autopar.session.sources import graphs_of
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,9 @@ def test_a_program_in_training_generates_from_its_shards(names: tuple[str, ...])
 
 @pytest.mark.slow
 def test_programs_that_cannot_generate_say_how_another_one_does(tmp_path: Path) -> None:
-    """Accumulation is refused; what the error says to do gives the tokens of its weights."""
+    """Local batches are refused; what the error says to do gives the tokens of its weights."""
     batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
-    with autopar.compile(made("gpt2"), "cpu: gpu=1", accumulate=2) as program:
+    with autopar.compile(made("gpt2"), "cpu: gpu=1", batches="local") as program:
         program.step(**batch)
         with pytest.raises(ProgramError, match=r"other\.load_checkpoint\(folder\)"):
             program.generate(**prompts())

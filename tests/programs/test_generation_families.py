@@ -30,6 +30,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": ALIKE, "gemma2": {"query_pre_attn_scalar": 4, **WINDOW}, "gpt_neox": {}, "bloom": {},
     "falcon": {"head_dim": None},
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 8}, "starcoder2": WINDOW, "olmo": {},
+    # Recurrences, alone and between layers of attention.
+    "mamba": {"state_size": 4, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 4, "state_size": 4, "n_groups": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 4,
+              "mamba_d_state": 4, "mamba_n_groups": 1},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"],
+                   "mlp_only_layers": [0, 1], "linear_num_value_heads": 4,
+                   "linear_num_key_heads": 2, "linear_key_head_dim": 4,
+                   "linear_value_head_dim": 4},
+    "lfm2": {"full_attn_idxs": [1], "head_dim": None},
 }  # fmt: skip
 GROUPS = [tuple(FAMILIES)[first : first + 5] for first in range(0, len(FAMILIES), 5)]
 
@@ -37,6 +47,7 @@ GROUPS = [tuple(FAMILIES)[first : first + 5] for first in range(0, len(FAMILIES)
 def made(kind: str) -> Any:
     sizes = {name: value for name, value in (SIZES | FAMILIES[kind]).items() if value is not None}
     config = transformers.AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(1)  # some vectors of recurrences begin with random values
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(2)
     spread = 0.15 if kind == "gemma2" else 0.35

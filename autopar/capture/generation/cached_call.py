@@ -50,7 +50,7 @@ class KeptTensor:
     """One tensor that a model keeps between tokens.
 
     Attributes:
-        shape: shape of the cache, with its length along `ROWS`.
+        shape: shape of the cache; of keys and values, with their length along `ROWS`.
         dtype: dtype of its elements.
         crosses: whether it belongs to cross-attention, whose cache only a prefill writes.
     """
@@ -102,6 +102,11 @@ class CachedCall(nn.Module, ABC):
         """Returns whether it reads tokens after a prompt."""
         return self.step == DECODE
 
+    @property
+    def attends(self) -> bool:
+        """Returns whether a layer keeps keys of tokens, and not only states."""
+        return any("keys_" in name for name in self.kept or {})
+
     def extend(self, keys: Tensor, values: Tensor, layer: int, crosses: bool = False) -> Any:
         """Writes keys and values into the caches of a layer; returns those to attend to.
 
@@ -116,29 +121,61 @@ class CachedCall(nn.Module, ABC):
         results = []
         for kind, rows in (("keys", keys), ("values", values)):
             name = f"{'cross_' if crosses else ''}{kind}_{layer}"
-            shape = list(rows.shape)
-            shape[ROWS] = rows.shape[ROWS] if crosses else self.length
-            now = KeptTensor(tuple(shape), rows.dtype, crosses)
-            if self.kept is None:
-                self.trace.recorded[name] = now
-                results.append(rows)
-                continue
-            if self.kept.get(name) != now:
-                raise CaptureError(
-                    f"layer {layer} extends its cache by {list(rows.shape)}",
-                    why=f"a prefill extends it by rows of {self.kept.get(name)}",
-                    todo="keep the same tensors for every token",
-                )
-            results.append(self._written(getattr(self, name), rows, crosses))
+            results.append(self.extended(name, rows, crosses))
         return tuple(results)
 
-    def _written(self, cache: Tensor, rows: Tensor, crosses: bool) -> Tensor:
+    def extended(self, name: str, rows: Tensor, crosses: bool = False) -> Tensor:
+        """Writes rows, in dimension `ROWS`, into a cache; returns those to attend to.
+
+        Args:
+            name: of the cache, "keys_0".
+            rows: of the tokens of this call.
+            crosses: whether they are of the encoder's tokens.
+
+        Raises:
+            CaptureError: they are not like those that were recorded.
+        """
+        shape = list(rows.shape)
+        shape[ROWS] = rows.shape[ROWS] if crosses else self.length
+        if not self._keeps(name, KeptTensor(tuple(shape), rows.dtype, crosses)):
+            return rows
+        cache: Tensor = getattr(self, name)
         at = torch.arange(rows.shape[ROWS], device=rows.device)
         if self.decodes:
             assert self.trace.positions is not None
             at = self.trace.positions
         cache.index_copy_(cache.dim() + ROWS, at, rows)
         return cache if self.decodes else rows  # a prompt attends to itself only
+
+    def state(self, name: str) -> Tensor | None:
+        """Returns a state as the tokens before this call have left it; None in a prefill."""
+        return getattr(self, name) if self.decodes else None
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Replaces a state by the one after the tokens of this call.
+
+        Raises:
+            CaptureError: it is not like the one that was recorded.
+        """
+        if self._keeps(name, KeptTensor(tuple(value.shape), value.dtype)):
+            getattr(self, name).copy_(value)
+
+    def _keeps(self, name: str, now: KeptTensor) -> bool:
+        """Returns whether there is a cache; else records it.
+
+        Raises:
+            CaptureError: it has another shape or dtype.
+        """
+        if self.kept is None:
+            self.trace.recorded[name] = now
+            return False
+        if self.kept.get(name) != now:
+            raise CaptureError(
+                f"the model keeps {name} as {now}",
+                why=f"a prefill keeps {self.kept.get(name, 'nothing')}",
+                todo="keep the same tensors for every token",
+            )
+        return True
 
     def mask_sizes(self, queries: int) -> tuple[int, int]:
         """Returns the number of keys that a call attends to, and the position of the first."""

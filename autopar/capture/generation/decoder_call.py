@@ -13,6 +13,7 @@ from autopar.errors import CaptureError
 
 IDS, MASK, POSITIONS, START = "input_ids", "attention_mask", "position_ids", "start"
 PAST = "past_key_values"
+PARAMS = "cache_params"  # the name of the argument in models without attention, such as Mamba
 
 
 class DecoderCall(CachedCall):
@@ -35,14 +36,18 @@ class DecoderCall(CachedCall):
     ) -> dict[str, Tensor]:
         """Returns the logits of the token after the last one, [batch, vocabulary]."""
         self.trace.positions = start
-        cache = cache_of(self) if is_of_transformers(model) else KeyValueCache(self)
         given = {MASK: attention_mask, POSITIONS: position_ids, "use_cache": True}
         given |= {"logits_to_keep": 1, "return_dict": True}
         taken = taken_by(model)
-        if PAST not in taken:
+        theirs = is_of_transformers(model)
+        name = PARAMS if theirs and PARAMS in taken else PAST
+        if name not in taken:
             raise no_cache(model)
+        if self.decodes and not self.attends:  # the mask is for keys; a generated token counts
+            del given[MASK]
         known = {name: value for name, value in given.items() if name in taken}
-        return {"logits": last_logits(model(input_ids, **{PAST: cache}, **known))}
+        cache = cache_of(self, model) if theirs else KeyValueCache(self)
+        return {"logits": last_logits(model(input_ids, **{name: cache}, **known))}
 
 
 def taken_by(model: nn.Module) -> frozenset[str]:

@@ -3,6 +3,8 @@
 A trace of `cache.index_copy_(2, positions, rows)` computes a new value of the buffer, which
 `autopar.write` stores at the end of the step. A program that generates has no backward that reads
 the old value. The rows are therefore written at once, which costs only as much as the rows.
+
+The state of a recurrence is a new value for every token, which is stored at the end of the step.
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ def extend_caches(graph: Graph) -> Graph:
         CaptureError: a cache is extended twice, or read before it is extended.
     """
     caches = {leaf.name for leaf in graph.leaves("buffer") if leaf.target.startswith(CACHES)}
+    extended = {node.inputs[0] for node in graph.nodes if node.op == _COPY} & caches
     nodes = []
     for node in graph.nodes:
         if node.name in caches:
             nodes.append(replace(node, kwargs=((CACHE, True),)))
         elif node.op == _COPY and node.inputs[0] in caches:
             nodes.append(replace(node, op=EXTEND))
-        elif not (node.op == WRITE and node.inputs[0] in caches):
+        elif node.op == WRITE and node.inputs[0] in caches:
+            if node.inputs[0] not in extended:
+                nodes.append(replace(node, kwargs=((CACHE, True),)))
+        else:
             nodes.append(node)
-    for name in caches:
+    for name in extended:
         readers = [node for node in nodes if name in node.inputs]
-        if EXTEND in (reader.op for reader in readers) and len(readers) > 1:
+        if len(readers) > 1:
             raise _misused(graph[name], readers)
     return replace(graph, nodes=tuple(nodes))
 

@@ -1,4 +1,4 @@
-"""The cache of a generating call as a `Cache` of transformers, which is imported only here."""
+"""The cache of a generating call as a `Cache` of transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture.generation.cached_call import CachedCall
+from autopar.capture.generation.transformers_layers import (
+    attending,
+    attending_and_recurrent,
+    recurrent,
+)
+from autopar.errors import CaptureError
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -19,9 +25,21 @@ def is_of_transformers(model: nn.Module) -> bool:
     return isinstance(kind, type) and isinstance(model, kind)
 
 
-def cache_of(call: CachedCall) -> Any:
-    """Returns the cache of a decoder's own attention."""
-    return _cache(call, crosses=False)
+def cache_of(call: CachedCall, model: nn.Module) -> Any:
+    """Returns the cache of a decoder: a layer for each of the model's, of the same kind.
+
+    Raises:
+        CaptureError: the model has a kind of layer that is not known here.
+    """
+    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+    config: Any = model.config
+    known = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    layers = (_layer(call, number, each) for number, each in enumerate(known))
+    if known:
+        return Cache(layers=list(layers))
+    numbers = itertools.count()
+    return Cache(layer_class_to_replicate=lambda: _layer(call, next(numbers), DynamicLayer()))
 
 
 def crossing_cache_of(call: CachedCall) -> Any:
@@ -52,55 +70,44 @@ def _layers(call: CachedCall, crosses: bool) -> int:
 
 
 def _cache(call: CachedCall, crosses: bool) -> Any:
-    """Returns a cache with one layer for each that keeps something.
+    """Returns a cache of an encoder-decoder, with one layer for each that keeps something.
 
     While it is recorded which do, layers are added when they are first updated.
     """
     from transformers.cache_utils import Cache
 
-    layers: Iterator[Any] = (_layer(call, number, crosses) for number in itertools.count())
+    layers: Iterator[Any] = (attending(call, number, crosses) for number in itertools.count())
     if call.kept is None:
         replicated: Callable[[], Any] = layers.__next__
         return Cache(layer_class_to_replicate=replicated)
     return Cache(layers=list(itertools.islice(layers, _layers(call, crosses))))
 
 
-def _layer(call: CachedCall, number: int, crosses: bool) -> Any:
-    from transformers.cache_utils import CacheLayerMixin
+def _layer(call: CachedCall, number: int, known: Any) -> Any:
+    """Returns a layer whose tensors a call keeps.
 
-    class Layer(CacheLayerMixin):  # type: ignore[misc]
-        """One layer's keys and values, kept by the call."""
+    Args:
+        call: keeps the tensors.
+        number: of the layer.
+        known: the layer of transformers' own cache.
+    """
+    from transformers import cache_utils as kinds
 
-        is_compileable = True
-        is_sliding = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            prefix = "cross_" if crosses else ""
-            self.keys = getattr(call, f"{prefix}keys_{number}", None)
-            self.values = getattr(call, f"{prefix}values_{number}", None)
-            self.is_initialized = True
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            """Nothing: the caches exist before."""
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            """Adds keys and values; returns those to attend to."""
-            keys, values = call.extend(key_states, value_states, number, crosses)
-            return keys, values
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            """Returns the number of keys to attend to, and the position of the first."""
-            return call.mask_sizes(query_length)
-
-        def get_seq_length(self) -> Any:
-            """Returns the number of tokens before this call."""
-            return 0 if crosses else call.seen()
-
-        def get_max_length(self) -> int:
-            """Returns the number of tokens that the cache holds."""
-            return call.length
-
-    return Layer()
+    if type(known) is kinds.DummyLayer:  # it keeps nothing
+        return known
+    attends = kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer, kinds.DynamicIndexedLayer
+    if type(known) in attends:
+        return attending(call, number)
+    if type(known) is kinds.LinearAttentionLayer:
+        return recurrent(call, number, known.number_of_states)
+    both = (
+        kinds.LinearAttentionAndFullAttentionLayer,
+        kinds.LinearAttentionAndSlidingWindowAttentionLayer,
+    )
+    if type(known) in both:
+        return attending_and_recurrent(call, number, known.number_of_states)
+    raise CaptureError(
+        f"layer {number} keeps a cache of the kind {type(known).__name__}",
+        why="caches hold keys and values, or the states of a recurrence",
+        todo="generate with transformers",
+    )

@@ -84,6 +84,8 @@ class Group(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits quietly
                 raise
+            if error.filename is not None:
+                raise  # of a file that autopar does not expect to miss
             why = error.strerror or str(error)
             click.secho(str(ProgramError("cannot print", why=why)), fg="red", err=True)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # do not retry buffered output at exit

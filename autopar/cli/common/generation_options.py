@@ -24,7 +24,8 @@ PROMPT, NEW_TOKENS, BATCH = 128, 128, 8
 # Options of a training that a generation has, too; others are refused.
 _SHARED = (
     "model", "mesh_text", "batch", "layers", "memory", "precision", "solver", "calibration",
-    "rule_files", "unknown_ops", "texts", "plans", "layouts", "forms", "output", "as_json",
+    "rule_files", "unknown_ops", "stage_count", "texts", "plans", "layouts", "forms", "output",
+    "as_json",
 )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def _options(given: dict[str, Any]) -> Options:
     """Returns the options of planning that a generation shares with a training."""
     memory, precision = given["memory"], given["precision"]
     own = {
+        "stages": given["stage_count"],
         "memory": None if memory is None else parse_quantity(memory, "B"),
         "precision": None if precision is None else Precision.read(precision),
         **{name: given[name] for name in ("solver", "calibration", "unknown_ops")},

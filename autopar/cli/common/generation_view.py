@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +22,24 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.passes.deepen import LEAST, deepen
+from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.generation.graphs import Sizes, capture_generation
 from autopar.planning.generation.serving import generating_options, plan_graphs
 from autopar.planning.options import Options
 from autopar.planning.prices import cost_model, limit_of_plan
-from autopar.stage_plan import StagePlan
+from autopar.planning.stored import graphs_of as stages_of
 
 Graphs = tuple[Graph, Graph]
 
 
 def graphs_of(spec: ModelSpec, options: Options, sizes: Sizes) -> Graphs:
-    """Returns the graphs of prefill and decode; of a deep model, only a few blocks are traced."""
+    """Returns the graphs of prefill and decode; of a deep model, only a few blocks are traced.
+
+    A graph that is to be cut into stages has no blocks yet, and is traced whole.
+    """
     layers = depth_of(spec)
-    if layers is not None and layers > 2 * LEAST:
+    if layers is not None and layers > 2 * LEAST and not options.is_pipeline:
         few, more = (
             _traced(replace(spec, layers=count), options, sizes) for count in (LEAST - 1, LEAST)
         )
@@ -81,7 +86,7 @@ def planned(
 
 def figures(plan: GenerationPlan, decode: Graph) -> dict[str, object]:
     """Returns the figures of a plan: seconds, tokens a second and bytes of a device."""
-    nbytes, layouts = caches_of(decode, plan.decode.stage)
+    nbytes, layouts = caches_of(decode, plan.decode)
     return {
         "mesh": str(plan.mesh),
         "batch": plan.batch,
@@ -108,7 +113,7 @@ def render_plan(
 
 
 def _head(plan: GenerationPlan, decode: Graph) -> Text:
-    nbytes, layouts = caches_of(decode, plan.decode.stage)
+    nbytes, layouts = caches_of(decode, plan.decode)
     rows = {
         "prompts": f"{plan.batch} x {plan.prompt} tokens, then {plan.new_tokens} tokens each",
         "first token": format_seconds(plan.first_token_seconds),
@@ -122,15 +127,16 @@ def _head(plan: GenerationPlan, decode: Graph) -> Text:
     return Text(f"generation on {plan.mesh}\n" + "\n".join(lines))
 
 
-def caches_of(decode: Graph, plan: StagePlan) -> tuple[int, tuple[str, ...]]:
-    """Returns the bytes of a device's caches, and their layouts."""
-    nbytes, layouts = 0, dict[str, None]()
-    for leaf in decode.leaves("buffer"):
-        if leaf.is_cache:
-            layout = plan.nodes[decode.template[leaf.name]].results[0][1]
-            nbytes += layout.local_bytes(leaf.type, plan.mesh)
-            layouts[f"{leaf.type.dtype}{layout.format(leaf.type.shape)}"] = None
-    return nbytes, tuple(layouts)
+def caches_of(decode: Graph, plan: Plan) -> tuple[int, tuple[str, ...]]:
+    """Returns the most bytes of a device's caches, and their layouts."""
+    nbytes, layouts = Counter[int](), dict[str, None]()
+    for graph, stage in zip(stages_of(decode, plan), plan.stages, strict=True):
+        for leaf in graph.leaves("buffer"):
+            if leaf.is_cache:
+                layout = stage.nodes[graph.template[leaf.name]].results[0][1]
+                nbytes[stage.starts[0]] += layout.local_bytes(leaf.type, stage.mesh)
+                layouts[f"{leaf.type.dtype}{layout.format(leaf.type.shape)}"] = None
+    return max(nbytes.values(), default=0), tuple(layouts)
 
 
 def _explanations(
@@ -138,12 +144,20 @@ def _explanations(
 ) -> list[tuple[str, Explanation]]:
     from autopar.cli.explain import explained
 
-    pairs = zip(("prefill", "decode"), graphs, (plan.prefill, plan.decode), strict=True)
     rows = []
-    for name, graph, each in pairs:
-        explanation = explained(graph, each.stage, limit_of_plan(each.stage), known)
-        rows.append((name, replace(explanation, peak=each.predicted.peak_bytes)))
+    for name, graph, each in _both(plan, graphs):
+        for number, (part, stage) in enumerate(
+            zip(stages_of(graph, each), each.stages, strict=True)
+        ):
+            explanation = explained(part, stage, limit_of_plan(stage), known)
+            title = f"{name}, stage {number}" if each.is_pipeline else name
+            rows.append((title, replace(explanation, peak=stage.predicted.peak_bytes)))
     return rows
+
+
+def _both(plan: GenerationPlan, graphs: Graphs) -> list[tuple[str, Graph, Plan]]:
+    """Returns the names, graphs and plans of prefill and decode."""
+    return [("prefill", graphs[0], plan.prefill), ("decode", graphs[1], plan.decode)]
 
 
 def show(
@@ -173,14 +187,16 @@ def show(
             why="code that a plan names is not run",
             todo="pass --model file.py:function",
         )
-    options = Options.like(plan.decode.stage, table=known)
+    options = generating_options(Options.like(plan.decode.stages[0], table=known), plan.decode)
     with stages(quiet=as_json) as stage:
         stage("capture")
         sizes = Sizes(plan.batch, plan.prompt, plan.new_tokens)
-        graphs = graphs_of(spec, generating_options(options), sizes)
-        for graph, each in zip(graphs, (plan.prefill.stage, plan.decode.stage), strict=True):
-            each.check(fingerprint(graph), {node.name for node in graph.folded}, each.mesh)
-            legal.check(graph, each, known)
+        graphs = graphs_of(spec, options, sizes)
+        for _, graph, each in _both(plan, graphs):
+            each.check(graph, plan.mesh)
+            for part, own in zip(stages_of(graph, each), each.stages, strict=True):
+                own.check(fingerprint(part), {node.name for node in part.folded}, own.mesh)
+                legal.check(part, own, known)
     if as_json:
         print_json(figures(plan, graphs[1]))
         return

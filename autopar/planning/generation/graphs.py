@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.capture.attributes import CHANGES
 from autopar.capture.capture import Captured
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.generation.calls import Arguments, Sizes, length_of, steps_of
@@ -37,13 +38,39 @@ def capture_generation(
     """
 
     def captured(caches: CachedCall, arguments: Arguments) -> Captured:
-        return capture_call(Call(model, (), dict(arguments), caches), options, Trace(None))
+        call = Call(model, (), dict(arguments), caches)
+        try:
+            return capture_call(call, options, Trace(None), 1 if options.is_pipeline else None)
+        except CaptureError as error:
+            raise _reason(error, model, caches) from error
 
     prefill, decode = (captured(*step) for step in steps_of(model, sizes, captured))
     _refuse_long(decode.graph, length_of(model, sizes))
     _refuse_last_place(decode.graph, length_of(model, sizes))
     # A decode does not read an encoder, so only the prefill determines how it is stored.
     return prefill, replace(decode, graph=without_unread(decode.graph))
+
+
+def _reason(error: CaptureError, model: nn.Module, caches: CachedCall) -> CaptureError:
+    """Returns the error of a trace in terms of a generation."""
+    name = type(model).__name__
+    if error.what.startswith(CHANGES):
+        return CaptureError(
+            f"{name} keeps a state in itself",
+            where=error.where,
+            why=f"{error.what}; a generation keeps what past_key_values is given",
+            todo="keep it by past_key_values, or generate with transformers",
+        )
+    if not caches.decodes:
+        return error
+    return CaptureError(
+        f"a decode of {name} cannot be traced: {error.what}",
+        where=error.where,
+        why="one program decodes every token, so that the number of tokens before is a value in "
+        f"it, and no size; {error.why}",
+        todo="use past_key_values.get_seq_length() as a tensor, and mask what is still to come, or "
+        "generate with transformers",
+    )
 
 
 # Operators behind which positions are still positions, perhaps with an offset.

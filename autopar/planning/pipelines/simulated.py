@@ -133,7 +133,7 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
-        there, back = _crossings(graphs, plan, number, Messages(plan.mesh, prices))
+        there, back = crossings(graphs, plan, number, Messages(plan.mesh, prices))
         figures.append(replace(known[key], arriving=there, returning=back))
     wiring = wiring_of(graphs, [stage.mesh for stage in plan.stages])
     costs = _costs(graphs, plan, schedule, figures, prices)
@@ -216,7 +216,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     )
 
 
-def _crossings(
+def crossings(
     graphs: Sequence[Graph], plan: Plan, reader: int, messages: Messages
 ) -> tuple[float, float]:
     """Returns the seconds of receiving a microbatch's values and of returning their gradients.

@@ -339,14 +339,15 @@ def weights(
 def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
     """Returns the bytes that are trained, exist after each operator and are read later.
 
-    Single numbers, such as the loss, count as none.
+    Single numbers, such as the loss, count as none. Where nothing is trained, all others count.
     """
+    trained = any(node.requires_grad for node in graph.nodes)
     place = {name: at for at, name in enumerate(names)}
     change = [0.0] * (len(names) + 1)
     for name in names:
         node = graph[name]
         last = max((place[user] for user in graph.users[name]), default=-1)
-        if node.requires_grad and last > place[name]:
+        if (node.requires_grad or not trained) and last > place[name]:
             nbytes = float(sum(kind.nbytes for kind in node.types if kind.shape))
             change[place[name]] += nbytes
             change[last] -= nbytes

@@ -115,6 +115,13 @@ def variant_over(
         named: this device's tensors of the program's parameters, by key.
         caches: caches of all programs; missing ones are added, filled with zeros.
     """
+    own = caches_of(program, runtime, caches)
+    tensors = {**named, **own}
+    return Variant(program, texts_of(program.inputs, runtime), tensors, Writes(tensors), own)
+
+
+def caches_of(program: Generated, runtime: Runtime, caches: Caches) -> dict[str, Tensor]:
+    """Returns this device's caches of a program by key; adds those that are missing, with zeros."""
     own = {}
     for cache in program.caches:
         place = cache.key, cache.type, cache.layout
@@ -122,8 +129,7 @@ def variant_over(
             (caches[place],) = State(runtime, [cache]).empty(runtime.device)
             caches[place].zero_()
         own[cache.key] = caches[place]
-    tensors = {**named, **own}
-    return Variant(program, texts_of(program.inputs, runtime), tensors, Writes(tensors), own)
+    return own
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:

@@ -7,7 +7,7 @@ the previous one wrote, and a step that fails leaves every buffer unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ class Writes:
         self._new[key] = value.detach().clone()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Gives the buffers their new values."""
+    def settle(self, keys: Container[str] | None = None) -> None:
+        """Gives the buffers their new values; with `keys`, only these, and discards the others."""
         for key, value in self._new.items():
-            self._named[key].copy_(value)
+            if keys is None or key in keys:
+                self._named[key].copy_(value)
         self.drop()
 
     def drop(self) -> None:

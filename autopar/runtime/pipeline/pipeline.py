@@ -92,7 +92,7 @@ class Pipeline(PipelineState):
                     runtimes[key] = Runtime(module.mesh, device, members, number, peers)
                     runtimes[key].widened = module.widened
                     runtimes[key].chosen = checked(module.collectives, module.mesh)
-                state = State(runtimes[key], module.parameters)
+                state = State(runtimes[key], module.stored)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.stages = {
             key: stage for key, stage in self.everywhere.items() if stage.runtime.rank >= 0

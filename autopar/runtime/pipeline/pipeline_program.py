@@ -120,6 +120,11 @@ class PipelineProgram:
         """Returns the buffers that a forward writes."""
         return [s.named[key] for s in self.stages.values() for key in s.module.written]
 
+    @property
+    def caches(self) -> list[Tensor]:
+        """Returns the caches of a program that generates."""
+        return [s.named[cache.key] for s in self.stages.values() for cache in s.module.caches]
+
     def interpreter(self, post: Post, losses: list[Tensor]) -> Interpreter:
         """Returns an interpreter that appends this rank's losses to `losses`."""
         interpreter = Interpreter(self.stages, self.routes, post, self.peers.recorder)
@@ -169,7 +174,7 @@ class PipelineProgram:
                 interpreter.do(action)
         post.finish()
         for stage in self.stages.values():
-            stage.writes.drop()
+            stage.writes.settle({cache.key for cache in stage.module.caches})
         outputs = self._everywhere(found)
         layouts = {name: str(tensor_type(value)) for name, value in outputs.items()}
         return Evaluated(outputs, layouts, lambda: outputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.action import Action
-from autopar.runtime.calls.variant import variant_of
+from autopar.runtime.calls.variant import Caches, caches_of, variant_of
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
@@ -68,6 +68,7 @@ class Stage:
         self.updated: Tensors = {}
         self.named: Tensors = {}
         self.writes = Writes({})
+        self.caches: Caches = {}  # of all programs over these tensors
         # Selects the weights of an action if there are several versions.
         self.weights_for: Callable[[Action], AbstractContextManager[None]] = _newest
         self._kept: dict[int, _Kept] = {}
@@ -82,7 +83,8 @@ class Stage:
             )
         ]
         keys = [parameter.key for parameter in self.state.parameters]
-        self.named = dict(zip(keys, self.tensors, strict=True))
+        caches = caches_of(self.module, self.runtime, self.caches)
+        self.named = {**dict(zip(keys, self.tensors, strict=True)), **caches}
         self.writes = Writes(self.named)
         self.weights = Weights(
             self.runtime, self.state.parameters, self.tensors, self.module.bucket
@@ -100,9 +102,10 @@ class Stage:
             ProgramError: the program stores a parameter in another layout.
         """
         known = self.state.parameters
-        variant = variant_of(module, self.runtime, known, self.named, values, {})
+        variant = variant_of(module, self.runtime, known, self.named, values, self.caches)
         other = Stage(module, self.runtime, self.number, self.copy, self.state)
         other.tensors, other.weights, other.updated = self.tensors, self.weights, self.updated
+        other.caches = self.caches
         other.named, other.writes = dict(variant.named), variant.writes
         return other
 

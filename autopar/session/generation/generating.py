@@ -55,7 +55,7 @@ class Generating(ABC):
             OptionError: an argument is out of range, or the model's `generation_config` asks for
                 something that is not implemented, such as beams.
             CaptureError: the model takes no cache; says what to add.
-            ProgramError: the program has stages, local batches or local updates.
+            ProgramError: the program has local batches, local updates or several copies of stages.
         """
         check_prompts(self._model, input_ids)
         begun = 1 if has_encoder(self._model) else input_ids.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,16 +16,17 @@ from autopar.generation_plan import GenerationPlan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
-from autopar.ir.storage import Storage
 from autopar.plan import Plan
 from autopar.planning.generation.graphs import capture_generation
 from autopar.planning.generation.serving import IN_ANOTHER, generating_options, plan_serving
 from autopar.planning.options import Options
-from autopar.planning.stored import storages_of
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
+from autopar.runtime.outer.local_updates import LocalUpdates
+from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
+from autopar.runtime.trained import Program
 from autopar.session.call_texts import text_of_graph
 from autopar.session.compiled import Compiled, Running
 
@@ -68,19 +69,18 @@ def compile_pair(
 
     Raises:
         CaptureError, InfeasibleError: see `autopar.compile`.
-        ProgramError: the program has stages, local batches or local updates.
+        ProgramError: the program has local batches, local updates or several copies of stages.
         BatchError: the ranks captured different graphs.
         PlanMismatchError: the given plan is for other prompts, another model or another mesh.
     """
     refuse_outer(compiler.outer or (None if first is None else first.plan.outer))
-    if first is not None and first.plan.is_pipeline:
-        raise _stages()
-    options = generating_options(compiler.options)
+    given = compiler.generation if first is None else None
+    stated = first.plan if first is not None else None if given is None else given.decode
+    options = generating_options(compiler.options, stated)
     both = capture_generation(model, sizes, options)
     texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
     compare_ranks(texts, BatchError, _ADVICE)
-    given = compiler.generation
-    if first is None and given is not None:
+    if given is not None:
         plans = _given(given, both, sizes, compiler.mesh)
     else:
         plans = _searched(compiler, both, sizes, options, first)
@@ -97,15 +97,11 @@ def _searched(
     compiler: Compiler, both: Both, sizes: Sizes, options: Options, first: Compiled | None
 ) -> Plans:
     """Returns the fastest plans, over the parameters of the first program if there is one."""
-    stored: dict[str, Storage] = {}
-    if first is not None:
-        trained = storages_of(first.captured.graph, first.plan.stages[0])
-        stored = {key: each.frozen(compiler.mesh.names) for key, each in trained.items()}
+    trained = None if first is None else (first.captured.graph, first.plan)
     before, after = (each.graph for each in both)
-    one, two = from_first_rank(
-        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, stored)
+    return from_first_rank(
+        lambda: plan_serving(before, after, compiler.mesh, options, sizes.new_tokens, trained)
     )
-    return (one[0], Plan.of(one[1])), (two[0], Plan.of(two[1]))
 
 
 def _given(plan: GenerationPlan, both: Both, sizes: Sizes, mesh: Mesh) -> Plans:
@@ -129,23 +125,19 @@ _NAMES = ("prefill", "decode")
 def refuse_outer(outer: Outer | None) -> None:
     """Raises ProgramError under local updates."""
     if outer is not None:
-        raise ProgramError(
-            "a program with local updates cannot generate",
-            why="their parameters differ between synchronisations",
-            todo=IN_ANOTHER,
-        )
+        raise _local_updates()
 
 
-def _stages() -> ProgramError:
+def _local_updates() -> ProgramError:
     return ProgramError(
-        "a program with stages cannot generate",
-        why="a token would pass all stages before the next one begins",
+        "a program with local updates cannot generate",
+        why="their parameters differ between synchronisations",
         todo=IN_ANOTHER,
     )
 
 
 def load_pair(
-    executor: object, compiled: tuple[Compiled, Compiled], running: Running, main: Compiled
+    executor: Program, compiled: tuple[Compiled, Compiled], running: Running, main: Compiled
 ) -> Pair:
     """Loads the programs over the parameters of an executor; every rank calls it.
 
@@ -156,27 +148,42 @@ def load_pair(
         main: the program that the executor started with, which may be the prefill.
 
     Raises:
-        ProgramError: the executor runs stages or local updates.
+        ProgramError: the executor runs local updates.
     """
-    if not isinstance(executor, Executor):
-        raise _stages()
-    found = []
-    for each in compiled:
-        variant = executor.main
-        if each is not main:
-            buffers = each.captured.buffers.items()
-            own = {name: value for name, value in buffers if name not in executor.shapes}
-            variant = executor.add(each.modules(running.backend)[0], own)
-        found.append(variant)
-
-    def run(number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return executor.forward(batch, found[number]).gather()
+    if isinstance(executor, LocalUpdates):
+        raise _local_updates()
+    prefill, decode = (_loaded(executor, each, running, main) for each in compiled)
+    caches = {id(tensor): tensor for _, own in (prefill, decode) for tensor in own}.values()
 
     def clear() -> None:
-        for tensor in {id(t): t for v in found for t in v.caches.values()}.values():
+        for tensor in caches:
             tensor.zero_()
 
-    return Pair(compiled, partial(run, 0), partial(run, 1), clear)
+    return Pair(compiled, prefill[0], decode[0], clear)
+
+
+def _loaded(
+    executor: Executor | Pipeline, compiled: Compiled, running: Running, main: Compiled
+) -> tuple[Forward, Sequence[Tensor]]:
+    """Returns the forward of a program, and this rank's caches."""
+    own = {
+        name: value
+        for name, value in compiled.captured.buffers.items()
+        if name not in executor.shapes
+    }
+    if isinstance(executor, Executor):
+        variant = executor.main
+        if compiled is not main:
+            variant = executor.add(compiled.modules(running.backend)[0], own)
+        run = partial(executor.forward, variant=variant)
+        return lambda batch: run(batch).gather(), [*variant.caches.values()]
+    program = executor.main
+    if compiled is not main:
+        placement = compiled.placement.on(executor.peers.ranks)
+        modules = compiled.modules(running.backend)
+        program = executor.add(modules, placement, compiled.inputs, own)
+    play = partial(executor.forward, program=program)
+    return lambda batch: play(batch).gather(), program.caches
 
 
 def refuse_if_generating(compiled: Compiled | None, what: str, todo: str) -> None:
