@@ -2,8 +2,8 @@
 
 `python -m benchmarks.same_plans --write build/before` plans every case and keeps the files;
 after the change, `python -m benchmarks.same_plans --against build/before` plans them again and
-compares text and predicted seconds. `--only gpt2` takes the cases whose name contains a word,
-`--large` also those of a minute and more. A plan also names the seconds of its solver, which are
+compares text and predicted seconds, in results/same_plans.csv. `--only gpt2` takes the cases whose
+name contains a word, `--large` also those of a minute and more. The seconds of a plan's solver are
 left out.
 """
 
@@ -18,6 +18,11 @@ import tempfile
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.harness import write
 
 COMMAND = [sys.executable, "-c", "from autopar.cli import main; main()"]
 CASES = {
@@ -50,8 +55,8 @@ LARGE = {
 SOLVER = re.compile(r"^seconds = .*$|, seconds = [\d.e+-]+|seconds = [\d.e+-]+, ", re.MULTILINE)
 
 
-def planned(case: str, folder: Path, name: str) -> str:
-    """Plans a case into `folder`; returns its seconds of wall and of processors, and its memory."""
+def planned(case: str, folder: Path, name: str) -> tuple[float, float]:
+    """Plans a case into `folder`; returns its seconds of wall and of processors."""
     model, mesh, *more = (part.strip() for part in case.split("|"))
     words = [*COMMAND, "plan", model, "--mesh", mesh, *" ".join(more).split()]
     before, since = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -61,17 +66,24 @@ def planned(case: str, folder: Path, name: str) -> str:
     if done.returncode:
         (folder / f"{name}.toml").write_text(f"error = '''{done.stderr[-1500:]}'''\n")
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return f"wall {time.perf_counter() - since:6.2f} s, processor {used:6.2f} s"
+    return time.perf_counter() - since, used
 
 
-def difference(before: str, after: str) -> str:
-    """Returns how two plans differ, "same" if they do not."""
+def difference(before: str, after: str) -> dict[str, Any]:
+    """Returns how two plans differ: their predicted seconds, and the number of unequal lines."""
     one, other = (SOLVER.sub("", text) for text in (before, after))
-    if one == other:
-        return "same"
-    a, b = (tomllib.loads(text).get("predicted", {}) for text in (before, after))
+    a, b = (step_seconds(text) for text in (before, after))
     lines = set(one.splitlines()) ^ set(other.splitlines())
-    return f"DIFFERS in {len(lines)} lines; predicted {a} -> {b}"
+    return {"before_s": a, "after_s": b, "unequal_lines": len(lines)}
+
+
+def step_seconds(text: str) -> float | None:
+    """Returns the predicted seconds of a plan's step; None of a case that failed."""
+    plan = tomllib.loads(text)
+    stages = plan.get("stages", [{}])
+    predicted = plan.get("predicted") or stages[0].get("predicted", {})
+    seconds = predicted.get("step_seconds")
+    return None if seconds is None else float(seconds)
 
 
 def main() -> None:
@@ -89,12 +101,13 @@ def main() -> None:
         for name, case in cases.items():
             if options.only not in name:
                 continue
-            seconds = planned(case, folder, name)
-            verdict = ""
+            wall, processor = planned(case, folder, name)
+            row: dict[str, Any] = {"case": name, "plan": case, "processor_s": round(processor, 1)}
             if options.against is not None and (options.against / f"{name}.toml").exists():
                 texts = [(at / f"{name}.toml").read_text() for at in (options.against, folder)]
-                verdict = difference(*texts)
-            print(f"{name:22} {seconds}  {verdict}", flush=True)
+                row |= difference(*texts)
+                write("same_plans", [row], keys=["case"])
+            print(f"wall {wall:6.2f} s, {row}", flush=True)
 
 
 if __name__ == "__main__":

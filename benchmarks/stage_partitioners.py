@@ -12,7 +12,8 @@ Every method divides the layers of a model among parts of a cluster, by its own 
 The intra-operator solver prices the stages of all, within memory, and one simulator plays their
 pipelines action by action, messages between stages included. Of a method without a choice of its
 own, the best number of microbatches, sub-mesh and order of unlike parts count. Figures are
-simulated. `--only WORD` runs cases whose model contains a word; rows of other cases stay.
+simulated. `--only WORD` runs cases whose model contains a word, `--method alpa` one method; rows of
+other cases and methods stay, and each row is written when it is known.
 """
 
 from __future__ import annotations
@@ -318,15 +319,15 @@ METHODS: dict[str, Callable[[Bench], Answer]] = {
 ONE_KIND = ("pipedream", "alpa")  # published for equal devices
 
 
-def rows(case: Case) -> Iterator[dict[str, Any]]:
+def rows(case: Case, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields a row for each method."""
     bench = Bench(case)
-    for name, method in METHODS.items():
+    for name in names:
         if bench.mesh.unlike and name in ONE_KIND:
             continue
         began = time.process_time()
         try:
-            seconds, schedule, count, stages = method(bench)
+            seconds, schedule, count, stages = METHODS[name](bench)
         except InfeasibleError:
             seconds, schedule, count, stages = math.inf, "", 0, 0
         row: dict[str, Any] = {"model": case.model, "mesh": case.mesh, "batch": case.batch}
@@ -342,11 +343,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="a word of the model or the mesh")
     parser.add_argument("--case", type=int, action="append", help="a number of a case, from 0")
+    parser.add_argument("--method", action="append", choices=METHODS, help="default: all of them")
     asked = parser.parse_args()
     for number, case in enumerate(CASES):
         chosen = asked.case is None or number in asked.case
         if chosen and asked.only in f"{case.model} on {case.mesh}":
-            write("stage_partitioners", rows(case), keys=["model", "mesh", "batch", "method"])
+            for row in rows(case, asked.method or tuple(METHODS)):
+                write("stage_partitioners", [row], keys=["model", "mesh", "batch", "method"])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ import compileall
 import contextlib
 import io
 import math
+import time
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 
 import click
 import numpy as np
@@ -39,7 +42,8 @@ def command(models: tuple[str, ...]) -> None:
 
     MODEL is a name of the zoo; all of its models are traced by default, at their usual batch. Code
     and traces are kept beside the package, or in the user's cache folder if the package cannot be
-    written; run it once after an installation, or while an image is built.
+    written; run it once after an installation, or while an image is built. After an interruption,
+    run it again: it traces only the models that are missing.
 
     \b
     autopar prepare
@@ -57,21 +61,51 @@ def command(models: tuple[str, ...]) -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
         large(Search(dense_problem(), math.inf, 0.0, None, work=0.01))
-        for number, name in enumerate(models or names(), 1):
-            stage(f"{name}: model {number} of {len(models or names())}")
-            try:
-                _trace(name)
-            except AutoparError as error:
-                if models:
-                    raise
-                say(f"{name} is left out: {error.what}", fg="yellow", err=True)
+        _trace_models(tuple(dict.fromkeys(models or names())), strict=bool(models), stage=stage)
     say("the planner is compiled and the models are traced")
 
 
-def _trace(name: str) -> None:
-    """Keeps the graphs of a model with the batch and the options that `plan` has by default."""
-    with kept_beside_package():
-        capture_model(ModelSpec(name, None, None, None), Options(), Trace(None))
+class Counted(Trace):
+    """A trace that counts the models that are traced, which are not those whose graph is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.traced = 0
+
+    def __call__(self, name: str, text: Callable[[], str]) -> None:
+        """Counts the first graph of a model."""
+        self.traced += name == "capture.txt"
+
+
+def _trace_models(models: Sequence[str], strict: bool, stage: Callable[[str], None]) -> None:
+    """Keeps the graphs of models with the batch and the options that `plan` has by default.
+
+    Reports every model, and how long the others take if they take as long as those traced so far.
+
+    Args:
+        models: names.
+        strict: whether a model that cannot be traced raises its error, instead of being left out.
+        stage: shows the current stage of work.
+    """
+    spent: list[float] = []
+    for number, name in enumerate(models, 1):
+        stage(f"{name}: model {number} of {len(models)}")
+        began, tracer = time.monotonic(), Counted()
+        try:
+            with kept_beside_package():
+                capture_model(ModelSpec(name, None, None, None), Options(), tracer)
+        except AutoparError as error:
+            if strict:
+                raise
+            say(f"{name} is left out: {error.what}", fg="yellow", err=True)
+            continue
+        done = "kept before"
+        if tracer.traced:
+            spent.append(time.monotonic() - began)
+            done = f"traced in {spent[-1]:.0f} s"
+        left = len(models) - number
+        rest = f", at most {left * mean(spent):.0f} s left" if spent and left else ""
+        say(f"{name}: {done}; model {number} of {len(models)}{rest}", err=True)
 
 
 def dense_problem() -> Problem:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -59,6 +59,7 @@ def partition(
     probes: Sequence[tuple[SubMesh, int]] = (),
     ahead: Callable[[Sequence[Cell]], None] | None = None,
     again: float = 0.0,
+    doubts: Mapping[int, float] | None = None,
 ) -> StageSearchResult:
     """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
@@ -92,6 +93,8 @@ def partition(
             compute them in one batch.
         again: extra time of full recomputation as a multiple of a stage's seconds; estimates
             assume that a recomputed stage keeps no activations in flight.
+        doubts: number of microbatches -> fraction by which closed forms may be too low; 0 for the
+            others. Such pipelines are looked at last, and must seem faster by that fraction.
 
     Raises:
         InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
@@ -115,7 +118,7 @@ def partition(
             ]
         else:
             configs.append(EqualSubmeshPipelines(space, law, count, known[count]))
-    search = _Search(space, configs, most_calls, patience, gap, progress)
+    search = _Search(space, configs, most_calls, patience, gap, progress, doubts or {})
     search.probe(probes)
     search.guess()
     search.prove()
@@ -154,11 +157,12 @@ class _Search:
         patience: int | None,
         gap: float,
         progress: Callable[[Progress], None] | None,
+        doubts: Mapping[int, float],
     ) -> None:
         self.space, self.prices, self.configs = space, space.prices, configs
         self.most_calls = float("inf") if most_calls is None else most_calls
         self.patience = float("inf") if patience is None else patience
-        self.gap, self.progress = gap, progress
+        self.gap, self.progress, self.doubts = gap, progress, doubts
         self.best: Draft | None = None
         self.bound = 0.0
 
@@ -166,6 +170,15 @@ class _Search:
     def seconds(self) -> float:
         """Seconds of the best known pipeline."""
         return float("inf") if self.best is None else self.best.seconds
+
+    def _doubt(self, microbatches: int) -> float:
+        """Returns by what factor a closed form counts, for it may be too low."""
+        return 1 + self.doubts.get(microbatches, 0.0)
+
+    def _limit(self, microbatches: int) -> float:
+        """Returns the closed form below which a pipeline counts as faster than the best."""
+        own = 1.0 if self.best is None else self._doubt(self.best.microbatches)
+        return self.seconds * own / self._doubt(microbatches)
 
     def probe(self, wanted: Sequence[tuple[SubMesh, int]]) -> None:
         """Requests the middle one of equal stages, so that estimates start from usual efficiencies.
@@ -207,10 +220,14 @@ class _Search:
     def guess(self) -> None:
         """Requests the prices of the best estimated pipeline until all of them are known.
 
-        Starts with pipelines of equal sub-meshes, which need few distinct stage costs.
+        Starts with pipelines of equal sub-meshes, which need few distinct stage costs, and with
+        those whose closed forms are in no doubt.
         """
-        for rough in (True, False):
-            last = dict.fromkeys(range(len(self.configs)), 0.0)
+        groups: dict[float, list[int]] = {}
+        for at, config in enumerate(self.configs):
+            groups.setdefault(self._doubt(config.microbatches), []).append(at)
+        for doubt, rough in itertools.product(sorted(groups), (True, False)):
+            last = dict.fromkeys(groups[doubt], 0.0)
             everything = True
             while len(self.prices.known) < self.most_calls:
                 order = sorted(last, key=lambda at: last[at])
@@ -229,7 +246,7 @@ class _Search:
         For equal sub-meshes it also returns the runners-up on other sub-meshes or microbatches.
         """
         tables: dict[int, Table] = {}
-        cutoff = self.seconds * (1 - self.gap)
+        cutoff = self._limit(self.configs[order[0]].microbatches) * (1 - self.gap)
         found: list[Draft] = []
         for at in order:
             config = self.configs[at]
@@ -257,7 +274,7 @@ class _Search:
             for config in self.configs:
                 table = self.prices.table(config.microbatches, "none")
                 search = config.rough if rough else config.best
-                self.best = search(table, self.seconds) or self.best
+                self.best = search(table, self._limit(config.microbatches)) or self.best
 
     def prove(self) -> None:
         """Requests the prices of every pipeline that could beat the best; sets the bound."""
@@ -274,17 +291,18 @@ class _Search:
                 ratio = self.prices.best_ratio()
                 queue = [(0.0, next(order), at, -1) for at in range(len(self.configs))]
             self.bound, _, at, asked = queue[0]
-            if self.bound >= self.seconds * (1 - self.gap):
+            if self.bound >= self._limit(0) * (1 - self.gap):
                 break
             config = self.configs[at]
             if asked != len(self.prices.known):
                 heapq.heappop(queue)
                 table = self.prices.table(config.microbatches, "bound")
-                draft = config.best(table, self.seconds)
+                draft = config.best(table, self._limit(config.microbatches))
                 if draft is not None:
                     drafts[at] = draft
                     asked = len(self.prices.known)
-                    heapq.heappush(queue, (draft.seconds, next(order), at, asked))
+                    bound = draft.seconds * self._doubt(config.microbatches)
+                    heapq.heappush(queue, (bound, next(order), at, asked))
             elif len(self.prices.known) - better >= self.patience:
                 return self._known()
             elif not self._ask([drafts[at]], "looking for better ones"):
@@ -351,7 +369,8 @@ class _Search:
                 draft = config.best(table, limit, stages)
                 found += [draft] if draft is not None else []
         forms: dict[tuple[str, int, int], Draft] = {}
-        for draft in sorted(found, key=lambda draft: draft.seconds):
+        found.sort(key=lambda draft: draft.seconds * self._doubt(draft.microbatches))
+        for draft in found:
             forms.setdefault((draft.law.name, draft.microbatches, len(draft.stages)), draft)
         transfers = {config.microbatches: config.transfer for config in self.configs}
         best, *rest = forms.values()

@@ -157,7 +157,7 @@ class StageSearchResult:
         best: the fastest pipeline.
         others: the fastest known pipeline of every other schedule and number of microbatches, and
             of every other number of stages with the best schedule and microbatches, if it takes
-            less than twice as long; fastest first. All of their prices are known.
+            less than twice as long; fastest first, `doubts` included. All prices are known.
         bound: lower bound on the seconds of any pipeline; `best.seconds` if proved optimal.
         calls: number of stage costs requested.
         families: number of distinct combinations of sub-mesh, microbatches and set of layers

@@ -309,6 +309,24 @@ def test_equal_layers_are_cut_evenly_as_far_as_bubbles_allow() -> None:
     assert [stage.submesh.size for stage in limited.best.stages] == [4, 4]
 
 
+def test_a_doubtful_number_of_microbatches_must_seem_better_by_its_doubt() -> None:
+    """Each microbatch takes a hundredth of a second more, so one is best, if it is believed."""
+    given_ = closed_form([1.0] * 4, 0.1)
+    even = given_["stage_cost"]
+    given_["stage_cost"] = lambda *key: [Candidate(even(*key)[0].seconds + 0.01)]  # type: ignore[operator]
+
+    def found(*counts: int, doubt: float = 0.0) -> Found:
+        parts = submeshes(Mesh.parse("H100: gpu=4"))
+        return partition("aaaa", parts, microbatches=counts, doubts={1: doubt}, **given_)
+
+    worse = found(8).best.seconds / found(1).best.seconds - 1
+    assert worse > 0
+    assert found(1, 8, doubt=0.9 * worse).best.microbatches == 1
+    assert found(1, 8, doubt=1.1 * worse).best.microbatches == 8
+    assert found(1, 8, doubt=9.0).calls == found(8).calls  # it is not even priced
+    assert found(1, doubt=9.0).best == found(1).best
+
+
 def test_more_memory_a_stage_means_fewer_of_them_in_flight() -> None:
     """1F1B keeps as many microbatches as stages follow; GPipe keeps them all and does not fit."""
     given_ = closed_form([1.0] * 4, 0.1) | {"memory": 1.5, "laws": [GPIPE, ONE_F_ONE_B]}

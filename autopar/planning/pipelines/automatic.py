@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,7 +47,6 @@ class Effort(TypedDict):
     shapes: int
 
 
-FEWEST = 4  # least number of microbatches in a pipeline
 # Number of devices from which a search takes longer than starting processes.
 MANY = 64
 # Effort of a search; see `search`. On many devices, bounds are too loose to prove anything, so the
@@ -205,7 +205,7 @@ def find_pipeline(
     Raises the errors of `plan_pipeline`.
     """
     batch, mesh = model.batch, model.mesh
-    counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
+    counts = numbers_of_microbatches(batch)
 
     def report(step: Progress) -> None:
         known = f"best {format_seconds(step.seconds)}" if step.seconds < 1e300 else "none"
@@ -246,9 +246,14 @@ def find_pipeline(
     return fastest([best, *others])
 
 
-def _sizes(batch: int) -> list[int]:
-    """Returns the powers of two that divide a batch, as sizes of a microbatch."""
-    sizes = [1]
-    while batch % (2 * sizes[-1]) == 0 and 2 * sizes[-1] <= batch:
-        sizes.append(2 * sizes[-1])
-    return sizes
+def numbers_of_microbatches(batch: int) -> list[int]:
+    """Returns the numbers of microbatches to choose from, the largest first.
+
+    They are those whose size is a power of two. If a batch has an odd factor, these are at least as
+    many as that factor, so all smaller numbers that divide the batch are added.
+    """
+    power = batch & -batch
+    odd = batch // power
+    small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
+    fewer = {count for count in (*small, *(batch // one for one in small)) if count < odd}
+    return sorted({*fewer, *(odd << k for k in range(power.bit_length()))}, reverse=True)

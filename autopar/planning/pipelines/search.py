@@ -53,6 +53,9 @@ from autopar.planning.workers import Workers
 SIMULATED = 24  # pipelines to simulate at most
 _SURE = 8  # pipelines to simulate in any case
 INEXACT = 0.03  # largest fraction by which a simulation is faster than its closed form
+# Closed forms of pipelines with fewer microbatches are too low by some per cent: they do not know
+# how unequal chunks and messages wait for one another while the pipeline fills.
+FEW, TOO_LOW = 4, 0.03
 # No operator is more efficient on less work; the margin allows for rounding.
 _OPTIMISM = 0.98
 # Fraction of memory that pricing leaves free for buffers that only the simulation counts.
@@ -181,6 +184,7 @@ def search(
             scaling=scaling,
             progress=progress,
             probes=_usual(parts, microbatches, layers.samples * fewest),
+            doubts={count: TOO_LOW for count in microbatches if count < FEW},
         )
     except InfeasibleError as error:
         each = " or ".join(map(format_bytes, dict.fromkeys(limits.values())))

@@ -190,11 +190,11 @@ class StageCosts:
         )
         ranks = self.mesh.size // asked.mesh.size
         chunks = [
-            Share(chunks, tuple(level for level in kept if level <= asked.microbatches) or (1,))
+            Share(chunks, tuple(sorted({min(level, asked.microbatches) for level in kept})))
             for (on, parts, chunks), kept in self.flight.kept.items()
             if on == ranks and chunks > 1 and total // parts <= asked.size <= -(-total // parts)
         ]
-        levels = {1} if chunks else {2**k for k in range(most.bit_length())}
+        levels = {1} if chunks else {asked.microbatches, *(2**k for k in range(most.bit_length()))}
         if not chunks:
             levels |= {n for on, kept in self.flight.kept.items() for n in kept if on[0] == ranks}
         return [Share(1, tuple(sorted(n for n in levels if n <= most))), *chunks]
