@@ -17,6 +17,7 @@ from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.operators import narrow_linear
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import dispatch_messages
 from autopar.operators.expert_load import LOAD
@@ -69,6 +70,8 @@ def across(node: Node, types: Types, operands: Layouts, form: str = "") -> tuple
     """
     if form:
         return (form_named(node.op, form).call(node, types, operands),)
+    if narrow_linear.is_narrow(node):
+        return (narrow_linear.call(node, operands),)
     if windowed(node):
         return _with_halos(node, types, operands)
     look = _LOOKS.get(node.op)
@@ -94,6 +97,9 @@ def exchanged(
     """
     if form:
         forward, backward = form_named(node.op, form).sends(Part(node, types, operands, mesh))
+        return forward, backward if node.requires_grad else ()
+    if narrow_linear.is_narrow(node):
+        forward, backward = narrow_linear.messages(Part(node, types, operands, mesh))
         return forward, backward if node.requires_grad else ()
     if windowed(node):
         return _borders(node, types, operands, mesh)

@@ -20,6 +20,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
 PRODUCTS = (
     aten.mm.default,
+    aten._scaled_mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,

@@ -122,10 +122,14 @@ def _grid_form(name: str, op: str, fits: Callable[[int, int], bool], needs: str,
 def _spec(node: Node, types: Types) -> str:
     """Matrices only: x @ w with any leading dimensions of x, and those of both if they are equal.
 
+    They are not in 8 bits, whose scales belong to whole rows.
+
     A bias is whole along `down`, and a summand of a partial sum along `depth`.
     """
     x, w, *bias = types
     if len(x.shape) < 2 or len(w.shape) < 2 or 1 in (*x.shape[-1:], *w.shape[-2:]):
+        return ""
+    if node.part.narrow:
         return ""
     if node.op == LINEAR:
         fits = len(w.shape) == 2 and all(added.shape == w.shape[:1] for added in bias)
