@@ -89,7 +89,8 @@ class Scaling:
         if axes:
             largest = self.devices.group(axes).maximum(largest)
         scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
-        return scale.log2().floor().exp2() if self.by_row else scale
+        rounded: Tensor = scale.log2().floor().exp2() if self.by_row else scale
+        return rounded
 
 
 @dataclass(frozen=True)

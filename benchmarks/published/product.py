@@ -16,6 +16,8 @@ import torch
 
 import autopar
 from autopar import pins
+from autopar.cost.device import device
+from autopar.cost.uncertainty import error_seconds, step_error
 from autopar.plan import Plan
 from benchmarks.published import alpa, megatron, torchtitan
 from benchmarks.published.alpa_models import Mixture, MixtureSizes, WideResNet, WideSizes
@@ -29,7 +31,7 @@ TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
 # Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
 WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
-ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
+ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3, gathered again"}
 BY_OPERATOR = "save linear:2 attention"
 
 
@@ -173,6 +175,17 @@ def _ablation(
         memory=alpa.MEMORY if free else NO_LIMIT,
         **options,
     )
+
+
+def printed_range(plan: Plan) -> float:
+    """The share of a step by which the command line says that it may be off."""
+    predicted = plan.predicted
+    if len(plan.stages) > 1:
+        error = step_error(plan.mesh, predicted.step_seconds)
+    else:
+        sent = predicted.exchange_seconds + predicted.parameter_seconds + predicted.reshard_seconds
+        error = error_seconds(device(plan.mesh), predicted.compute_seconds, sent)
+    return error / predicted.step_seconds
 
 
 def torchtitan_tokens_per_second(run: torchtitan.Run) -> float:
