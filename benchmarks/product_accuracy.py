@@ -58,6 +58,23 @@ def megatron_core_rows() -> Iterator[Row]:
         yield _row(*head, row["tflops_per_gpu"], found, plan)
 
 
+def megatron_golden_rows() -> Iterator[Row]:
+    """A functional test of Megatron-Core with a layer a chunk and dropout, in deterministic mode.
+
+    Its memory is the last rank's, whose writer alone records it (megatron/training/global_vars.py).
+    """
+    for row in facts("megatron_golden"):
+        run = megatron.Run(
+            row["hidden"], row["heads"], row["layers"], row["tp"], row["pp"], row["dp"],
+            row["global_batch"], row["micro_batch"], row["virtual_stages"], row["seq"],
+            row["vocab"], row["device"], 0.1, row["groups"],
+        )  # fmt: skip
+        plan, head = product.megatron_core_plan(run), ("megatron-golden", row["device"])
+        yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.step_seconds, plan)
+        memory = product.last_rank_bytes(run) / 2**30
+        yield _row(*head, "GiB a device", "predicted", row["max_gib"], memory)
+
+
 def torchtitan_rows() -> Iterator[Row]:
     """torchtitan on H100s of 500 W and on H200, without context parallelism.
 
@@ -128,6 +145,7 @@ def _ablation(system: str, case: str, row: Row, kind: str, plan: Plan) -> Iterat
 SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron": megatron_rows,
     "megatron-core": megatron_core_rows,
+    "megatron-golden": megatron_golden_rows,
     "torchtitan": torchtitan_rows,
     "alpa": alpa_rows,
     "wide-resnet": wide_resnet_rows,

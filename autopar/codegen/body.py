@@ -26,7 +26,7 @@ from autopar.lower.lines import (
 from autopar.lower.literals import comment, names_text, quoted, shortened
 from autopar.lower.parameter_keys import Keys
 from autopar.operators.localise import localise
-from autopar.operators.narrow_linear import check_runs, is_narrow
+from autopar.operators.narrow.narrow_linear import check_runs, is_narrow
 
 WIDTH = 100
 

@@ -27,7 +27,7 @@ from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import by_name, dispatch_axes, rows_near
-from autopar.operators.narrow_linear import is_narrow, narrow_scratch
+from autopar.operators.narrow.narrow_linear import is_narrow, narrow_scratch
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {

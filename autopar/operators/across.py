@@ -24,9 +24,9 @@ from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import Hop, dispatched, takers
-from autopar.operators.float8_linear import Scaling, float8_linear
 from autopar.operators.forms import method
 from autopar.operators.mixture import Biases, Experts, mixture
+from autopar.operators.narrow.float8_linear import Scaling, float8_linear
 from autopar.operators.peer_devices import (
     Axes,
     Peers,

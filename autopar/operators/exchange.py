@@ -17,13 +17,13 @@ from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
-from autopar.operators import narrow_linear
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import dispatch_messages
 from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, dispatch_axes
+from autopar.operators.narrow import narrow_linear
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
