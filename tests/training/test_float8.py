@@ -79,7 +79,8 @@ class Block(nn.Module):
         self.up, self.down = Linear(WIDTH, 40), Linear(40, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        added: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + added
 
 
 class Words(nn.Module):
