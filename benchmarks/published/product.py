@@ -203,7 +203,7 @@ def _ablation(
 def printed_range(plan: Plan) -> float:
     """The share of a step by which the command line says that it may be off."""
     predicted = plan.predicted
-    if len(plan.stages) > 1:
+    if plan.is_pipeline:
         error = step_error(plan.mesh, predicted.step_seconds)
     else:
         sent = predicted.exchange_seconds + predicted.parameter_seconds + predicted.reshard_seconds
