@@ -1,4 +1,4 @@
-"""The ranges that plans print, on what was published: the figures of the last run of the benchmark."""
+"""The ranges that plans print, against what was published, by the figures of the benchmark."""
 
 from __future__ import annotations
 
