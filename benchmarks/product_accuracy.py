@@ -22,11 +22,15 @@ from benchmarks.published import alpa, megatron, megatron_core, product, torchti
 Row = dict[str, Any]
 
 
-def _row(system: str, case: str, quantity: str, kind: str, published: float, found: float) -> Row:
-    """One comparison, with its relative error."""
+def _row(
+    system: str, case: str, quantity: str, kind: str, published: float, found: float,
+    plan: Plan | None = None,
+) -> Row:  # fmt: skip
+    """One comparison, with its relative error; of a time also the range that its plan prints."""
     return {
         "system": system, "case": case, "quantity": quantity, "kind": kind,
         "published": published, "product": found, "error": found / published - 1,
+        "range": "" if plan is None else product.printed_range(plan),
     }  # fmt: skip
 
 
@@ -37,8 +41,10 @@ def megatron_rows() -> Iterator[Row]:
         if run.layers == run.pp * run.chunks:
             continue
         flops = megatron.iteration_flops(run)
-        found = product.megatron_tflops(product.megatron_plan(run), run, flops)
-        yield _row("megatron", row["model"], "TFLOP/s", "fitted", row["tflops_per_gpu"], found)
+        plan = product.megatron_plan(run)
+        found = product.megatron_tflops(plan, run, flops)
+        head = ("megatron", row["model"], "TFLOP/s", "fitted")
+        yield _row(*head, row["tflops_per_gpu"], found, plan)
 
 
 def megatron_core_rows() -> Iterator[Row]:
@@ -46,9 +52,27 @@ def megatron_core_rows() -> Iterator[Row]:
     for row in facts("megatron_core_r080_h100_weak_scaling"):
         run = cost_accuracy.megatron_core_run(row)
         flops = megatron_core.iteration_flops(run)
-        found = product.megatron_tflops(product.megatron_core_plan(run), run, flops)
+        plan = product.megatron_core_plan(run)
+        found = product.megatron_tflops(plan, run, flops)
         head = ("megatron-core", row["model"], "TFLOP/s", "fitted")
-        yield _row(*head, row["tflops_per_gpu"], found)
+        yield _row(*head, row["tflops_per_gpu"], found, plan)
+
+
+def megatron_golden_rows() -> Iterator[Row]:
+    """A functional test of Megatron-Core with a layer a chunk and dropout, in deterministic mode.
+
+    Its memory is the last rank's, whose writer alone records it (megatron/training/global_vars.py).
+    """
+    for row in facts("megatron_golden"):
+        run = megatron.Run(
+            row["hidden"], row["heads"], row["layers"], row["tp"], row["pp"], row["dp"],
+            row["global_batch"], row["micro_batch"], row["virtual_stages"], row["seq"],
+            row["vocab"], row["device"], 0.1, row["groups"],
+        )  # fmt: skip
+        plan, head = product.megatron_core_plan(run), ("megatron-golden", row["device"])
+        yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.step_seconds, plan)
+        memory = product.last_rank_bytes(run) / 2**30
+        yield _row(*head, "GiB a device", "predicted", row["max_gib"], memory)
 
 
 def torchtitan_rows() -> Iterator[Row]:
@@ -63,11 +87,11 @@ def torchtitan_rows() -> Iterator[Row]:
         fitted = run.model == "8B" and not run.float8 and run.device == torchtitan.DEVICE
         kind = "fitted" if fitted or run.seq > 8192 else "predicted"
         case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
-        speed = product.torchtitan_tokens_per_second(run)
+        plan, speed = product.torchtitan_plan(run), product.torchtitan_tokens_per_second(run)
         head = ("torchtitan", case)
-        yield _row(*head, "tokens/s a device", kind, row["tokens_per_s_per_gpu"], speed)
+        yield _row(*head, "tokens/s a device", kind, row["tokens_per_s_per_gpu"], speed, plan)
         if "memory_gib" in row:
-            memory = product.torchtitan_plan(run).predicted.peak_bytes / 2**30
+            memory = plan.predicted.peak_bytes / 2**30
             yield _row(*head, "GiB a device", "predicted", row["memory_gib"], memory)
 
 
@@ -114,13 +138,14 @@ def _ablated(row: Row, letter: str) -> alpa.Run:
 def _ablation(system: str, case: str, row: Row, kind: str, plan: Plan) -> Iterator[Row]:
     """Seconds and memory of a row of Alpa's."""
     seconds, memory = plan.predicted.step_seconds, plan.predicted.peak_bytes / 2**30
-    yield _row(system, case, "s a step", kind, row["latency_s"], seconds)
+    yield _row(system, case, "s a step", kind, row["latency_s"], seconds, plan)
     yield _row(system, case, "GiB a device", "predicted", row["peak_mem_gb"], memory)
 
 
 SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron": megatron_rows,
     "megatron-core": megatron_core_rows,
+    "megatron-golden": megatron_golden_rows,
     "torchtitan": torchtitan_rows,
     "alpa": alpa_rows,
     "wide-resnet": wide_resnet_rows,
@@ -147,6 +172,9 @@ def main() -> None:
             errors = [abs(row["error"]) for row in rows if row["quantity"] == unit]
             mean = sum(errors) / len(errors)
             print(f"{name}: {unit}: mean error {mean:.1%}, worst {max(errors):.1%}")
+        timed = [row for row in rows if row["range"]]
+        inside = sum(abs(row["error"]) <= row["range"] for row in timed)
+        print(f"{name}: {inside} of {len(timed)} times are inside their printed range")
 
 
 if __name__ == "__main__":

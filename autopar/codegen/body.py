@@ -26,6 +26,7 @@ from autopar.lower.lines import (
 from autopar.lower.literals import comment, names_text, quoted, shortened
 from autopar.lower.parameter_keys import Keys
 from autopar.operators.localise import localise
+from autopar.operators.narrow.narrow_linear import check_runs, is_narrow
 
 WIDTH = 100
 
@@ -147,6 +148,7 @@ class Body:
 
     def _local(self, line: Compute, operands: list[str]) -> str:
         """Returns the operator on local parts, and prints the fetching of borders before it."""
+        check_runs(line.node)
         types = tuple(self.printer.graph[name].type for name in line.node.inputs)
         calls = localise(line.node, types, line.into, line.out, self.printer.extent, line.form)
         for call, variable in zip(calls[:-1], line.borders, strict=True):
@@ -157,6 +159,9 @@ class Body:
     def _joined(self, line: Joined) -> None:
         """Prints operators and a collective as one call of the mesh."""
         move, operators = line.move, line.operators
+        if any(is_narrow(operator.node) for operator in operators):
+            self._apart(line)
+            return
         note = self.printer.step_note(move.step, move.tensor)
         axis = f"axis={names_text(move.step.axes)}"
         if not move.overlapped:
@@ -178,6 +183,24 @@ class Body:
             targets = ", ".join(linear.target for linear in operators)
             targets = targets if len(operators) > 1 else f"({targets},)"
             self._statement(f"{targets} = {call}", "; ".join(map(_layouts, operators)))
+
+    def _apart(self, line: Joined) -> None:
+        """Prints linears in 8 bits and a collective one after the other.
+
+        torch's joint operators do not exchange the largest elements, from which scales follow.
+        """
+        move, operators = line.move, line.operators
+        if line.lines[0] == move:
+            whole = move.target.replace(".", "__")
+            self._move(replace(move, target=whole))
+            for linear in operators:
+                self._compute(replace(linear, operands=(whole, *linear.operands[1:])))
+            return
+        ((x, weight, *biases),) = [linear.operands for linear in operators]
+        axis = f"axis={names_text(move.step.axes)}"
+        once = [f"mesh.to_partial({self.read(bias)}, {axis})" for bias in biases]
+        self._compute(replace(operators[0], operands=(x, weight, *once)))
+        self._move(move)
 
     def _call(self, line: Call) -> None:
         """Prints the loops over the blocks of a run.

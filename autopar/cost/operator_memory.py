@@ -27,6 +27,7 @@ from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import by_name, dispatch_axes, rows_near
+from autopar.operators.narrow.narrow_linear import is_narrow, narrow_scratch
 
 # Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {
@@ -155,8 +156,9 @@ def recipe(
         for place, (operand, size) in enumerate(zip(operands, taken, strict=False))
     )
     scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
-    if form:
-        own = form_named(node.op, form).scratch(Part(node, types, into, mesh))
+    if form or (into and is_narrow(node)):
+        part = Part(node, types, into, mesh)
+        own = form_named(node.op, form).scratch(part) if form else narrow_scratch(part)
         scratch, backward = own[0], backward + own[1]
     elif into and local_steps(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]

@@ -23,6 +23,7 @@ from autopar.operators.expert_load import LOAD
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, dispatch_axes
+from autopar.operators.narrow import narrow_linear
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -69,6 +70,8 @@ def local_steps(node: Node, types: Types, operands: Layouts, form: str = "") -> 
     """
     if form:
         return (form_named(node.op, form).call(node, types, operands),)
+    if narrow_linear.is_narrow(node):
+        return (narrow_linear.call(node, operands),)
     if windowed(node):
         return _with_halos(node, types, operands)
     look = _LOOKS.get(node.op)
@@ -94,6 +97,9 @@ def exchanged(
     """
     if form:
         forward, backward = form_named(node.op, form).sends(Part(node, types, operands, mesh))
+        return forward, backward if node.requires_grad else ()
+    if narrow_linear.is_narrow(node):
+        forward, backward = narrow_linear.messages(Part(node, types, operands, mesh))
         return forward, backward if node.requires_grad else ()
     if windowed(node):
         return _borders(node, types, operands, mesh)

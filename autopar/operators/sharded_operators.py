@@ -26,6 +26,7 @@ from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
 from autopar.operators.mixture import Biases, Experts, mixture
+from autopar.operators.narrow.float8_linear import Scaling, float8_linear
 from autopar.operators.peer_devices import (
     Axes,
     Peers,
@@ -225,6 +226,22 @@ class ShardedOperators(ABC):
     ) -> Tensor:
         """Returns the first index of the minimum; otherwise like `argmax`."""
         return self.argmax(-x, dim, keepdim, axis=axis, size=size)
+
+    def float8_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        by_row: bool = False,
+        rows: Axes = (),
+        columns: Axes = (),
+        contracted: Axes = (),
+    ) -> Tensor:
+        """F.linear with products in 8 bits; axes split dimensions, see `float8_linear.py`."""
+        split = map(_axes, (rows, columns, contracted))
+        result = float8_linear(x, weight, Scaling(self, by_row, *split))
+        return result if bias is None else result + bias
 
     def mixture(
         self,

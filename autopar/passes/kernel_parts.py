@@ -92,8 +92,11 @@ class _Kernels:
                 share, source = self.joined.get(node.name, ("", 1.0))[1], sources[0]
                 first = ("cast", source) not in seen
                 seen.add(("cast", source))
-                narrow = how.linears if node.name in self.inside else ""
-                found[node.name] = Part(share=share, narrow=narrow, casts=first and bool(narrow))
+                inside = node.name in self.inside and len(graph[node.inputs[1]].type.shape) == 2
+                narrow = how.linears if inside else ""
+                # A compiler casts a value once for all its readers.
+                casts = bool(narrow) and (first or not how.compiled)
+                found[node.name] = Part(share=share, narrow=narrow, casts=casts)
             elif base(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
             if how.convolutions and base(node.op) in CONVOLUTIONS:

@@ -22,6 +22,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
 PRODUCTS = (
     aten.mm.default,
+    aten._scaled_mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
@@ -112,7 +113,8 @@ class _Again(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._count.clear()
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -136,7 +136,7 @@ class PlanKeywords(AverageKeywords, total=False):
             attention under their mask: a sample such as "4096 512 512 128", or "unknown".
         execution: how your system runs kernels, for predicted times: "compiled=blocks merged
             host=compiled"; see `autopar/ir/executed/execution.py`. By default every operator is one
-            kernel.
+            kernel. "linears=float8" and "linears=float8-rows" also run, which changes numerics.
         outer: how replicas along independent axes of the mesh, which train separately,
             synchronise: `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node,
             tau=12"; see `autopar/outer.py`. It changes the trained weights. Every replica takes its

@@ -16,7 +16,14 @@ import torch
 
 import autopar
 from autopar import pins
+from autopar.cost.device import device
+from autopar.cost.uncertainty import error_seconds, step_error
 from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.pipelines.simulated import simulated
+from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.trace import Trace
 from benchmarks.published import alpa, megatron, torchtitan
 from benchmarks.published.alpa_models import Mixture, MixtureSizes, WideResNet, WideSizes
 from benchmarks.published.models import GPT, Llama, Sizes
@@ -29,7 +36,7 @@ TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
 # Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
 WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
-ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3"}
+ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3, gathered again"}
 BY_OPERATOR = "save linear:2 attention"
 
 
@@ -53,17 +60,35 @@ def megatron_plan(run: megatron.Run) -> Plan:
     )  # fmt: skip
 
 
-@cache
-def megatron_core_plan(run: megatron.Run) -> Plan:
-    """The plan of a row of Megatron-Core's README."""
+def _core_model(run: megatron.Run) -> GPT:
     sizes = Sizes(
         run.hidden, run.heads, run.layers, run.vocab, run.seq, run.dropout, tied=False,
         flash=True, groups=run.groups,
     )  # fmt: skip
     with torch.device("meta"):
-        model = GPT(sizes)
+        return GPT(sizes)
+
+
+def last_rank_bytes(run: megatron.Run) -> float:
+    """Predicted peak bytes of the last rank of Megatron-Core, the only one that records its own.
+
+    A plan predicts those of the fullest device; the simulation that it is of knows all.
+    """
+    plan = megatron_core_plan(run)
+    options = Options.like(plan.stages[0])
+    call = Call(_core_model(run), (), _tokens(run.global_batch, run.seq))
+    graph = capture_call(call, options, Trace(None), plan.microbatches).graph
+    step = simulated(stage_graphs(graph, plan.ends, Trace(None)), plan, options)
+    return next(
+        m for m, ranks in zip(step.memory, step.ranks, strict=True) if run.gpus - 1 in ranks
+    )
+
+
+@cache
+def megatron_core_plan(run: megatron.Run) -> Plan:
+    """The plan of a row of Megatron-Core's README."""
     return _pipeline(
-        model, run, pins.megatron_sp("tp"), precision="bf16", recompute="none",
+        _core_model(run), run, pins.megatron_sp("tp"), precision="bf16", recompute="none",
         state="zero1", fuse=["async_tensor_parallel"], execution=MEGATRON_CORE,
     )  # fmt: skip
 
@@ -173,6 +198,17 @@ def _ablation(
         memory=alpa.MEMORY if free else NO_LIMIT,
         **options,
     )
+
+
+def printed_range(plan: Plan) -> float:
+    """The share of a step by which the command line says that it may be off."""
+    predicted = plan.predicted
+    if plan.is_pipeline:
+        error = step_error(plan.mesh, predicted.step_seconds)
+    else:
+        sent = predicted.exchange_seconds + predicted.parameter_seconds + predicted.reshard_seconds
+        error = error_seconds(device(plan.mesh), predicted.compute_seconds, sent)
+    return error / predicted.step_seconds
 
 
 def torchtitan_tokens_per_second(run: torchtitan.Run) -> float:

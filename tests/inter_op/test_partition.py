@@ -315,7 +315,7 @@ def test_a_doubtful_number_of_microbatches_must_seem_better_by_its_doubt() -> No
     even = given_["stage_cost"]
     given_["stage_cost"] = lambda *key: [Candidate(even(*key)[0].seconds + 0.01)]  # type: ignore[operator]
 
-    def found(*counts: int, doubt: float = 0.0) -> Found:
+    def found(*counts: int, doubt: float = 0.0) -> StageSearchResult:
         parts = submeshes(Mesh.parse("H100: gpu=4"))
         return partition("aaaa", parts, microbatches=counts, doubts={1: doubt}, **given_)
 

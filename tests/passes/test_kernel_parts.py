@@ -159,7 +159,7 @@ def test_joined_linears_cost_what_one_linear_with_all_columns_does() -> None:
 
 
 def test_linears_in_8_bits_are_cast_once_for_a_value_and_once_for_each_product_by_rows() -> None:
-    for text, inputs in (("linears=float8", 1), ("linears=float8-rows", 2)):
+    for text, inputs in (("compiled=blocks linears=float8", 1), ("linears=float8-rows", 2)):
         graph = captured(Blocks(), text)
         made = works(graph)
         first = [n for n in graph.folded if n.part.narrow and n.type.shape[-1] == INNER]

@@ -21,7 +21,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     together            gradients are reduced in place by one call behind the backward, and are
                         whole until then
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
-                        tensor; float8-rows with one for each row, mxfp8 for every 32 values
+                        tensor; float8-rows with one for each row, mxfp8 for every 32 values. Of
+                        all settings, programs run the first two of these alone
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
     optimizer=60        bytes that the optimizer's step moves for each parameter of a device
     reserve=15%         the share of what the allocator holds that is not alive: memory is then what

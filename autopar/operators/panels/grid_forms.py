@@ -123,10 +123,13 @@ def _grid_form(name: str, op: str, fits: Callable[[int, int], bool], needs: str,
 def _spec(node: Node, types: Types) -> str:
     """Returns the factor string of x @ w, where w is a matrix or has the leading dimensions of x.
 
-    A bias is replicated along `down`, and a summand of a partial sum along `depth`.
+    Linears in 8 bits have none, since their scales belong to whole rows. A bias is replicated along
+    `down`, and a summand of a partial sum along `depth`.
     """
     x, w, *bias = types
     if len(x.shape) < 2 or len(w.shape) < 2 or 1 in (*x.shape[-1:], *w.shape[-2:]):
+        return ""
+    if node.part.narrow:
         return ""
     if node.op == LINEAR:
         fits = len(w.shape) == 2 and all(added.shape == w.shape[:1] for added in bias)
