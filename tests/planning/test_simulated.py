@@ -145,3 +145,21 @@ def test_stages_gather_what_others_send_them() -> None:
         )
         cost = built.problem.nodes[at].cost
         assert cost[whole] - cost[parts] == pytest.approx(once)
+
+
+def test_both_halves_of_a_split_backward_recompute_the_blocks() -> None:
+    """The recomputation takes what a backward takes longer with it than without."""
+    plain, full, split = (
+        staged(Options(stages=2, microbatches=MICROBATCHES, schedule=name, recompute=how), 2)
+        for name, how in (("1f1b", "none"), ("1f1b", "full"), ("zb_h1", "full"))
+    )
+    timeline = split.timeline
+    for rank, (without, once, twice) in enumerate(
+        zip(plain.stages, full.stages, split.stages, strict=True)
+    ):
+        again = once.backward - without.backward
+        assert once.again == twice.again == pytest.approx(again, rel=0.05)
+        spans = zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+        busy = sum(end - start for action, start, end in spans if action.kind in "FIW")
+        each = once.forward + once.backward + once.again
+        assert busy == pytest.approx(MICROBATCHES * each, rel=1e-6)
