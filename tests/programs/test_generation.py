@@ -73,8 +73,8 @@ def t5() -> nn.Module:
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral, "t5": t5}
-DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}
-ENDS = {"eos_token_id": [7, 9, 12, 33, 50]}
+DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}
+ENDS: dict[str, Any] = {"eos_token_id": [7, 9, 12, 33, 50]}
 
 
 def made(name: str) -> nn.Module:

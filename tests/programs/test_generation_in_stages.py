@@ -64,7 +64,7 @@ def _trains(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
 def test_two_stages_of_one_process_generate_the_tokens_of_transformers() -> None:
     """By a plan, and in training; every stage has its own caches."""
     two: dict[str, Any] = {"stages": 2, "schedule": "interleaved_1f1b chunks=2"}
-    sizes: dict[str, int] = {"batch": 4, "prompt": 5, "new_tokens": NEW}
+    sizes: dict[str, Any] = {"batch": 4, "prompt": 5, "new_tokens": NEW}
     plan = autopar.plan(made("gpt2"), "cpu: gpu=1", task="generate", **sizes, **two)
     batch = {"input_ids": prompts()["input_ids"], "labels": prompts()["input_ids"]}
     with autopar.compile(made("gpt2"), "cpu: gpu=1", plan=plan) as program:
@@ -82,7 +82,7 @@ def test_two_stages_of_one_process_generate_the_tokens_of_transformers() -> None
 
 @pytest.mark.slow
 def test_stages_on_two_ranks_generate_the_tokens_of_transformers() -> None:
-    cases = [(name, {"stages": 2}) for name in MODELS]
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {"stages": 2}) for name in MODELS]
     cases.append(("llama", {"stages": 4, "schedule": "zb_v"}))
     for rank in run_ranks(_serves, "cpu: gpu=2", cases, count=2):
         for (name, options), own in zip(cases, rank, strict=True):
@@ -103,7 +103,7 @@ def test_stages_of_several_ranks_generate_the_tokens_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_pipelines_in_training_generate_from_their_stages() -> None:
-    two = {"microbatches": 2}
+    two: dict[str, Any] = {"microbatches": 2}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("gpt2", {"stages": 2, **two}),
         ("llama", {"stages": 4, "schedule": "interleaved_1f1b chunks=2", **two}),
@@ -124,7 +124,7 @@ def test_a_plan_in_stages_is_priced_by_its_stages() -> None:
     """One token passes both stages, each with half of the weights and of the caches."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
-    sizes: dict[str, int] = {"batch": 4, "prompt": 64, "new_tokens": 32}
+    sizes: dict[str, Any] = {"batch": 4, "prompt": 64, "new_tokens": 32}
     alone = autopar.plan(model, "H100: gpu=1", task="generate", **sizes)
     plan = autopar.plan(model, "H100: gpu=2", task="generate", stages=2, **sizes)
     assert autopar.GenerationPlan.from_toml(str(plan)) == plan
@@ -140,7 +140,7 @@ def test_a_plan_in_stages_is_priced_by_its_stages() -> None:
 
 
 def test_stages_that_cannot_generate_are_refused() -> None:
-    sizes: dict[str, int] = {"batch": 4, "prompt": 4, "new_tokens": 4}
+    sizes: dict[str, Any] = {"batch": 4, "prompt": 4, "new_tokens": 4}
     with pytest.raises(ProgramError, match="several copies of every stage"):
         autopar.plan(
             made("gpt2"), "cpu: gpu=2", task="generate", stages=2, schedule="chimera",
