@@ -47,8 +47,7 @@ _SHARE = "autopar.share"
 _IN_PLACE = "inplace"  # a loss whose steps overwrite the logits, and whose gradient does
 # Views whose gradient is a new tensor: zeros around a part, or a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
-# Across the parts of a split dimension these need a temporary of the result's size, others one of
-# the operand's size.
+# Over parts of a split dimension, these need a temporary of the result, others one of the operand.
 _LOOK_UPS = ("aten.embedding", "aten.gather", "aten.index_select")
 # Temporaries of the backward, as multiples of the result.
 _BACKWARD_STEPS = {

@@ -250,6 +250,8 @@ class Settings:
         if draw.random() < 0.3:
             options["recompute"] = draw.choice(("full", "selective", "full 1", "none"))
         options |= dict(updated(draw))
+        if model["tied"]:  # each stage would clip its copy by a norm of its own
+            options.pop("clip_norm", None)
         return cls(
             seed, mesh, model, (draw.choice((8, 16)),) * LOCAL_STEPS,
             draw.choice(list(OPTIMIZERS)), options, draw.random() < 0.3, draw.random() < 0.3,

@@ -27,7 +27,7 @@ from autopar.planning.pipelines.automatic import (
     numbers_of_microbatches,
 )
 from autopar.planning.pipelines.borders import Borders
-from autopar.planning.pipelines.search import INEXACT, play
+from autopar.planning.pipelines.search import INEXACT, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.trace import Trace
 from tests.support import models
@@ -74,7 +74,7 @@ def every_pipeline(batch: int, mesh: Mesh, memory: float) -> Iterator[tuple[floa
                     for (first, last, part), way in zip(stages, ways, strict=True)
                 )
                 one = Pipeline(name, count, held, math.inf, 0.0, 0.0)
-                yield play(one, transfer)[0], len(stages), count
+                yield simulate_pipeline(one, transfer)[0], len(stages), count
 
 
 SLOW = pytest.mark.slow

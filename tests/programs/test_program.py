@@ -396,4 +396,4 @@ def test_training_equals_that_of_the_unsharded_model() -> None:
 
 
 def test_programs_take_batches_weights_and_plans(tmp_path: Path) -> None:
-    run_ranks(calling, str(tmp_path))
+    run_ranks(calling, str(tmp_path), captures=True)
