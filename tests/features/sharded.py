@@ -88,9 +88,7 @@ def judged(cases: Sequence[Case], at_once: int = 40) -> Iterator[tuple[Case, lis
         some = left[:at_once]
         with tempfile.TemporaryDirectory() as place:
             torch.save([train(case.recipe) for case in some], Path(place) / "oracles.pt")
-            ranks = run_ranks(
-                outcomes, some, place, patience=timedelta(minutes=10), captures=True
-            )
+            ranks = run_ranks(outcomes, some, place, patience=timedelta(minutes=10), captures=True)
         for number in range(len(ranks[0])):
             yield some[number], [rank[number] for rank in ranks]
         left = left[len(ranks[0]) :]
