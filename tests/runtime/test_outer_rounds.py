@@ -123,7 +123,7 @@ def test_tau_hides_the_synchronisation() -> None:
     assert best_tau(1.566, 0.109, late=True) == 15  # CO2's own figures
     assert best_tau(1.0, 1.0, late=False) == 20  # a twentieth of the time is exposed
     assert best_tau(0.0, 0.1, late=True) == 1
-    assert best_tau(0.1, 0.02, late=True, taken=0.04) == 50  # a twenty-fifth is taken
+    assert best_tau(0.1, 0.02, late=True, taken=0.03) == 50  # three hundredths are taken
     assert best_tau(0.1, 0.02, late=False, taken=0.1) == 200
 
 
