@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,6 +96,7 @@ class Compiled:
         options: Options,
         trace: Trace,
         facts: Mapping[str, str] | None = None,
+        all_ranks: bool = False,
     ) -> Compiled:
         """Emits the programs of a plan.
 
@@ -105,27 +106,14 @@ class Compiled:
             options: sharding rules, and prices for comments.
             trace: writes the sources.
             facts: facts of the model.
+            all_ranks: whether every rank calls this; the first one then emits for all of them.
 
         Raises:
             PlanMismatchError: the plan is for another model or mesh.
             PlanError: the rules do not allow a layout.
         """
-        return cls(plan, captured, sources_of(captured.graph, plan, options, trace), facts or {})
-
-    @classmethod
-    def of_all_ranks(
-        cls,
-        captured: Captured,
-        plan: Plan,
-        options: Options,
-        trace: Trace,
-        facts: Mapping[str, str] | None = None,
-    ) -> Compiled:
-        """Acts as `of`; the first rank checks the plan and emits the programs for all ranks.
-
-        Every rank calls it, and raises the errors of the first one.
-        """
-        sources = from_first_rank(lambda: sources_of(captured.graph, plan, options, trace))
+        emitted = partial(sources_of, captured.graph, plan, options, trace)
+        sources = from_first_rank(emitted) if all_ranks else emitted()
         return cls(plan, captured, sources, facts or {})
 
     @property

@@ -91,7 +91,7 @@ class Compiler:
             return Compiler(self.mesh, options, plan, plan.outer)(call)
         facts = facts_of(call.model)  # before the model runs, which may set attributes
         captured, plan = self._planned(self._of_replica(call, self.outer), trace)
-        return Compiled.of_all_ranks(captured, plan.on(self.mesh), self.options, trace, facts)
+        return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts, all_ranks=True)
 
     def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
         """Returns the program of another call, which reads parameters in the layouts of `first`.
@@ -122,11 +122,12 @@ class Compiler:
         graph, further = from_first_rank(
             lambda: plan_over(first.captured.graph, plan, captured.graph, options)
         )
-        return Compiled.of_all_ranks(
+        return Compiled.of(
             replace(captured, graph=graph),
             with_local_rounds(further, first.plan.outer, self.mesh).on(self.mesh),
             options,
             Trace(None),
+            all_ranks=True,
         )
 
     def generating(

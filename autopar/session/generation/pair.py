@@ -85,8 +85,12 @@ def compile_pair(
     else:
         plans = _searched(compiler, both, sizes, options, first)
     prefill, decode = (
-        Compiled.of_all_ranks(
-            replace(each, graph=graph), plan.on(compiler.mesh), options, Trace(None)
+        Compiled.of(
+            replace(each, graph=graph),
+            plan.on(compiler.mesh),
+            options,
+            Trace(None),
+            all_ranks=True,
         )
         for each, (graph, plan) in zip(both, plans, strict=True)
     )
