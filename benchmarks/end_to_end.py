@@ -204,8 +204,11 @@ class Bench:
             runner.exposed = exposed(file)
 
     def flops(self) -> float:
-        """Of forward and backward on the whole batch: 6 N + 12 L H T for each of a sample's T
-        tokens, N parameters, L layers, H the width (PaLM, arXiv:2204.02311, appendix B)."""
+        """Returns the operations of forward and backward on the whole batch.
+
+        They are 6 N + 12 L H T for each of a sample's T tokens, with N parameters, L layers and
+        the width H (PaLM, arXiv:2204.02311, appendix B).
+        """
         config: Any = self.model.config
         length = self.batch["input_ids"].shape[1]
         parameters = sum(parameter.numel() for parameter in self.model.parameters())

@@ -93,7 +93,7 @@ def calls(page: Path) -> Iterator[ast.Call]:
 
 
 def called(call: ast.Call) -> Any:
-    """What a call of autopar's calls; None if it is another one's."""
+    """The function that a call of autopar calls; None for any other call."""
     chain, node = list[str](), call.func
     while isinstance(node, ast.Attribute):
         chain, node = [node.attr, *chain], node.value

@@ -130,6 +130,15 @@ class Schedule:
         """Returns whether backwards are split into input (I) and weight (W) backwards."""
         return any(action.kind == "I" for row in self.rows for action in row)
 
+    def half_backward(self, backward: float, again: float) -> float:
+        """Returns the seconds of one half of a backward.
+
+        Args:
+            backward: seconds of a whole backward.
+            again: seconds of its recomputation, which both halves of a split backward need.
+        """
+        return (backward + (again if self.splits_backward else 0.0)) / 2
+
     @cached_property
     def holds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The (stage, copy) pairs of each rank, in stage order."""

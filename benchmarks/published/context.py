@@ -63,7 +63,14 @@ class Ring:
 
 
 def ring(prices: AnalyticModel, axis: str, cp: int, elements: int) -> Ring:
-    """What attention to keys of `elements` on each of `cp` devices adds; nothing on one device."""
+    """Returns the seconds that a ring adds to attention; none on one device.
+
+    Args:
+        prices: prices of kernels and collectives.
+        axis: mesh axis of the ring.
+        cp: number of its devices.
+        elements: elements of the keys on each device.
+    """
     if cp == 1:
         return Ring(0.0, 0.0, 0.0, 0.0)
 
@@ -77,7 +84,7 @@ def ring(prices: AnalyticModel, axis: str, cp: int, elements: int) -> Ring:
 
 
 def unbalanced(cp: int) -> int:
-    """How many times one part's attention the last device would have, were sequences not balanced.
+    """Returns the last device's work in units of one part's attention, if nothing is balanced.
 
     Its own part, half masked, and all of those before: in halves 1 + 2 (cp - 1).
     """

@@ -8,7 +8,7 @@ from benchmarks.harness import RESULTS
 
 
 def test_half_of_the_predicted_times_are_inside_their_printed_range() -> None:
-    """As cost/uncertainty.py promises: half of what was held out was nearer."""
+    """Half of the held-out times are nearer, as cost/uncertainty.py promises."""
     with (RESULTS / "product_accuracy.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["kind"] == "predicted" and row["range"]]
     inside = sum(abs(float(row["error"])) <= float(row["range"]) for row in rows)

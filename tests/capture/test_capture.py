@@ -32,7 +32,7 @@ def double(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
 
 
 def values_of(captured: Captured, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What the graph's leaves hold; buffers are copies, for `run` writes them."""
+    """Returns the values of the graph's leaves; buffers are copies, because `run` writes them."""
     buffers = {name: tensor.clone() for name, tensor in captured.buffers.items()}
     return {**dict(model.named_parameters()), **buffers, **captured.inputs.flatten((), batch)}
 

@@ -176,7 +176,7 @@ def test_views_count_what_the_program_sends(seed: int | None) -> None:
 
 
 def test_memory_by_axis_is_that_of_the_shards() -> None:
-    """Of parameters, gradients and optimizer state, whose layouts the plan says itself."""
+    """Parameters, gradients and optimizer state have the layouts that the plan states."""
     graph, plan = planned("llama", None)
     expected: Counter[str] = Counter()
     for node in graph.nodes:

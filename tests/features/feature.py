@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, wherever it is.
+    """A model and its training, on any number of devices.
 
     Attributes:
         model: of tests/features/models.py.

@@ -28,7 +28,6 @@ from autopar.runtime.checkpoint.dcp import read_parts
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.safetensors_files import Reader
 from autopar.runtime.checkpoint.values import DTYPES
-from autopar.runtime.ranks.processes import from_first_rank
 from tests.features.feature import Case
 from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 from tests.features.oracle import SEED, STEPS, Trained, train
@@ -88,7 +87,7 @@ def judged(cases: Sequence[Case], at_once: int = 40) -> Iterator[tuple[Case, lis
         some = left[:at_once]
         with tempfile.TemporaryDirectory() as place:
             torch.save([train(case.recipe) for case in some], Path(place) / "oracles.pt")
-            ranks = run_ranks(outcomes, some, place, patience=timedelta(minutes=10), captures=True)
+            ranks = run_ranks(outcomes, some, place, patience=timedelta(minutes=10))
         for number in range(len(ranks[0])):
             yield some[number], [rank[number] for rank in ranks]
         left = left[len(ranks[0]) :]
@@ -117,7 +116,7 @@ def outcomes(cases: Sequence[Case], place: str) -> list[Outcome]:
 
 @contextmanager
 def made_once() -> Iterator[list[Any]]:
-    """Inside the first rank captures for all, and what is alike is captured and planned once.
+    """Captures and plans what is alike once; `run_ranks` lets the first rank do it for all.
 
     Models are alike that have one key, which is yielded and to be filled.
     """
@@ -135,9 +134,7 @@ def made_once() -> Iterator[list[Any]]:
     def captured(call: Any, options: Any, trace: Any, microbatches: int | None) -> Captured:
         sizes = {name: value.shape for name, value in call.kwargs.items()}
         what = (key, sizes, replace(options, table={}), microbatches)
-        return once(
-            what, lambda: from_first_rank(lambda: capture(call, options, trace, microbatches))
-        )
+        return once(what, lambda: capture(call, options, trace, microbatches))
 
     def planned(found: Captured, mesh: Any, options: Any, trace: Any) -> Any:
         what = (key, fingerprint(found.graph), mesh, replace(options, table={}))

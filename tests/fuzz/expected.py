@@ -1,4 +1,4 @@
-"""What a training must give: that of plain loops on one process, and the formulas of the papers."""
+"""Expected results of a training: those of plain loops on one process and the papers' formulas."""
 
 from __future__ import annotations
 

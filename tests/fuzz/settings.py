@@ -195,16 +195,7 @@ class Settings:
             many[2] = 36 if local else draw.choice((rows // 2, rows - 3, 1, rows + 5, 2))
             options["shapes"] = 3
         options |= dict(updated(draw))
-        saved = draw.choice((0, 0, 2, 3))
-        again = {}
-        if saved:
-            again = dict(divided(draw, MESHES[mesh])) if draw.random() < 0.6 else {}
-        if any({"stages", "accumulate"} & given.keys() for given in (options, again)):
-            model["dropout"] = 0.0  # every microbatch draws by itself
-        return cls(
-            seed, mesh, model, tuple(many), draw.choice(list(OPTIMIZERS)), options,
-            draw.random() < 0.3, draw.random() < 0.3, saved, again, draw.random() < 0.3,
-        )  # fmt: skip
+        return cls._resumed(draw, seed, mesh, model, many, options, MESHES[mesh])
 
     @classmethod
     def apart(cls, seed: int) -> Settings:
@@ -220,14 +211,26 @@ class Settings:
             local = "batches" in options
             many[2] = 2 * rows if local else count * draw.choice((1, 2, 5, 7))
             options["shapes"] = 3
+        return cls._resumed(draw, seed, mesh, model, many, options, REPLICATED[mesh])
+
+    @classmethod
+    def _resumed(
+        cls,
+        draw: random.Random,
+        seed: int,
+        mesh: str,
+        model: dict[str, Any],
+        rows: list[int],
+        options: dict[str, Any],
+        parts: tuple[int, ...],
+    ) -> Settings:
+        """Returns settings with an optimizer, and perhaps with a second session and its plan."""
         saved = draw.choice((0, 0, 2, 3))
-        again = {}
-        if saved and draw.random() < 0.6:
-            again = dict(divided(draw, REPLICATED[mesh]))
+        again = dict(divided(draw, parts)) if saved and draw.random() < 0.6 else {}
         if any({"stages", "accumulate"} & given.keys() for given in (options, again)):
-            model["dropout"] = 0.0
+            model["dropout"] = 0.0  # every microbatch draws by itself
         return cls(
-            seed, mesh, model, tuple(many), draw.choice(list(OPTIMIZERS)), options,
+            seed, mesh, model, tuple(rows), draw.choice(list(OPTIMIZERS)), options,
             draw.random() < 0.3, draw.random() < 0.3, saved, again, draw.random() < 0.3,
         )  # fmt: skip
 

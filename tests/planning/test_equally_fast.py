@@ -1,4 +1,4 @@
-"""Of pipelines that are equally fast within the error of prices, the simplest is chosen."""
+"""The simplest of several pipelines is chosen that are equally fast within the error of prices."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _trains(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
 
 
 def test_two_stages_of_one_process_generate_the_tokens_of_transformers() -> None:
-    """By a plan, and in training; every stage has its own caches."""
+    """A plan and a training generate; every stage has its own caches."""
     two: dict[str, Any] = {"stages": 2, "schedule": "interleaved_1f1b chunks=2"}
     sizes: dict[str, Any] = {"batch": 4, "prompt": 5, "new_tokens": NEW}
     plan = autopar.plan(made("gpt2"), "cpu: gpu=1", task="generate", **sizes, **two)

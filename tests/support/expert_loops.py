@@ -323,7 +323,7 @@ def identity(model: Loop, x: Tensor) -> Tensor:
 
 
 def doubled(model: Loop, x: Tensor) -> Tensor:
-    """What the first expert gives counts twice."""
+    """The result of the first expert counts twice."""
     weights, ids = model.routed(x)
     out = torch.zeros_like(x)
     mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)

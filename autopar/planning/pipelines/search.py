@@ -289,8 +289,7 @@ def simulate_pipeline(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Ti
     ]
     updates = 0 if rows.flushes else count // taken(rows)
     halves = [
-        (chunk.candidate.backward + (chunk.candidate.again if rows.splits_backward else 0.0)) / 2
-        for chunk, _ in order
+        rows.half_backward(chunk.candidate.backward, chunk.candidate.again) for chunk, _ in order
     ]
     stage_costs = [
         StageCost(

@@ -172,7 +172,7 @@ def _costs(
             price = prices(stage.mesh).collective
             now, late = late_sums(graph, stage, schedule.outer, price)
             update = own.optimizer + now
-        half = (own.backward + (own.again if schedule.splits_backward else 0.0)) / 2
+        half = schedule.half_backward(own.backward, own.again)
         costs.append(StageCost(own.forward, half, half, own.kept, update=update, sums=late))
     return costs
 

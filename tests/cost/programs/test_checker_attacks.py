@@ -25,7 +25,7 @@ Memory = dict[int, int]
 
 
 def before_and_after(kind: str, ranks: int, chunks: int, draw: random.Random) -> list[list[Memory]]:
-    """What the ranks have before and after, by the definition of the collective."""
+    """Returns the ranks' memory before and after, by the definition of the collective."""
     given = [[draw.getrandbits(40) for _ in range(chunks)] for _ in range(ranks)]
     total = [sum(column) for column in zip(*given, strict=True)]
     part = chunks // ranks
@@ -51,7 +51,7 @@ def before_and_after(kind: str, ranks: int, chunks: int, draw: random.Random) ->
 
 
 def runs(kind: str, chunks: int, scripts: Sequence[Script], draw: random.Random) -> bool:
-    """Whether the machine computes the collective in one random order of events."""
+    """Returns whether the machine computes the collective in one random order of events."""
     memory, wanted = before_and_after(kind, len(scripts), chunks, draw)
     place = [-1] * len(scripts)
     left: list[list[Post]] = [[] for _ in scripts]

@@ -279,7 +279,7 @@ Finalize(None, lambda: print(thread.is_alive()), exitpriority=0)  # runs after t
 
 @pytest.mark.parametrize("last", ["", "del watch"])
 def test_the_thread_ends_before_the_program(last: str) -> None:
-    """If the interpreter goes first, a thread that returns from C++ aborts the process."""
+    """A thread that returns from C++ after the interpreter has ended aborts the process."""
     done = subprocess.run(
         [sys.executable, "-c", ITS_END + last], capture_output=True, text=True, timeout=120
     )
