@@ -117,7 +117,7 @@ def by_names(axes: dict[str, int], names: tuple[str, ...]) -> float:
     state = program.state_dict()
     program.close()
     _, weights = simulated(FEW, 1, "adamw")
-    return max(float((state[name] - value).abs().max()) for name, value in weights.items())
+    return max(float((state[name].cpu() - value).abs().max()) for name, value in weights.items())
 
 
 def test_named_gradients_are_summed_apart() -> None:

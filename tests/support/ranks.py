@@ -1,4 +1,7 @@
-"""Runs a function on several gloo processes of this machine and collects the results."""
+"""Runs a function on several gloo processes of this machine and collects the results.
+
+With AUTOPAR_TESTS_ON_GPU=1 the processes share the first GPU, see `tests.support.staged`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
+
+from tests.support import staged
+from tests.support.chips import ON_GPU
 
 
 @contextmanager
@@ -65,8 +71,10 @@ def _rank(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    if ON_GPU:
+        staged.register()
     dist.init_process_group(
-        "gloo",
+        f"cpu:{staged.BACKEND},cuda:{staged.BACKEND}" if ON_GPU else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
@@ -97,4 +105,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder, forking():
         given = (count, folder, patience, captures or start == "spawn", function, args)
         start_processes(_rank, given, nprocs=count, start_method=start)
-        return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
+        return [
+            torch.load(Path(folder) / f"{r}.pt", weights_only=False, map_location="cpu")
+            for r in range(count)
+        ]

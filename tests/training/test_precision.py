@@ -102,7 +102,7 @@ def overflowing(**how: Any) -> list[tuple[float, bool, float, dict[str, Tensor]]
     rank = torch.distributed.get_rank()
 
     def broken(weight: Any, gradient: Tensor) -> None:
-        take(weight, gradient.index_fill(0, torch.tensor([0]), torch.inf))
+        take(weight, gradient.index_fill(0, torch.tensor([0], device=gradient.device), torch.inf))
 
     for step in range(5):
         program._executor.gradients.take = broken if step == 2 and rank == 1 else take
