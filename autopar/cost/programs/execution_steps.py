@@ -23,7 +23,7 @@ Channel = tuple[int, int, str]  # peer, index among the channels to this peer, t
 
 BROADCASTS = ("rppkt", "gstore", "gstorepkt")  # have one source for all their targets
 _SCRATCH = 1 << 26  # bytes of scratch memory that MSCCL++ reuses (src/core/include)
-_MOST, _ALL = 1 << 12, 1 << 24  # units of a chunk, and of the inputs of all GPUs
+_MOST, _ALL = 1 << 12, 1 << 20  # units of a chunk, and units that all operations process
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,19 @@ class Resolver:
         fine = largest // math.gcd(*self._sizes) if self._sizes else 1
         self._iteration = iterations * largest  # bytes of a chunk with pipelines
         self.units = math.lcm(*groups) * (iterations * fine if self._sizes else 1)
-        every_unit = self.units * sum(gpu.inputs for gpu in plan.gpus)
-        if self.units > _MOST or every_unit > _ALL:
+        self._left = _ALL
+        if self.units > _MOST:
             raise self.wrong(
                 "threadblocks or pipelines divide chunks too finely to be checked",
-                f"a chunk into {self.units} parts, of {every_unit} on all ranks",
+                f"a chunk into {self.units} parts",
             )
+        self.count(self.units * sum(gpu.inputs for gpu in plan.gpus))
+
+    def count(self, units: int) -> None:
+        """Counts units that an operation processes; raises CollectiveError if they are too many."""
+        self._left -= units
+        if self._left < 0:
+            raise self.wrong("the plan is too large to be checked", f"{_ALL} parts of chunks are")
 
     def place(self, rank: int, buffer: str, unit: int) -> Place:
         """Returns a place; an in-place plan has one buffer for input and output.
@@ -186,7 +193,7 @@ class _Block:
     """Resolves the operations of one threadblock."""
 
     def __init__(self, resolver: Resolver, rank: int, gpu: Gpu, block: Threadblock) -> None:
-        self.to, self.rank, self.gpu, self.block = resolver, rank, gpu, block
+        self.resolver, self.rank, self.gpu, self.block = resolver, rank, gpu, block
         ends: dict[tuple[str, int], Channel] = {}
         for kind, peers in gpu.peers.items():
             seen: dict[int, int] = {}
@@ -219,11 +226,11 @@ class _Block:
             if operation.name != "pipeline":
                 yield self._step(operation, 0, 0)
                 continue
-            size, iterations = self.to.pipeline(operation)
+            size, iterations = self.resolver.pipeline(operation)
             for turn in range(iterations):
                 for inner in operation.inner:
                     if inner.name.endswith("pkt") or inner.name == "barrier":
-                        raise self.to.wrong(
+                        raise self.resolver.wrong(
                             f"{inner.name} in a pipeline is not supported",
                             "MSCCL++ does not iterate over it",
                         )
@@ -243,7 +250,9 @@ class _Block:
         joins: Any = more.get("num_threadblocks", 0)
         numbers = [number for number in (*given, joins) if isinstance(number, int)]
         if len(numbers) != len(given) + 1 or (name == "barrier" and len(given) != 1):
-            raise self.to.wrong(f"{name} of rank {self.rank} names no number", f"{given}"[:80])
+            raise self.resolver.wrong(
+                f"{name} of rank {self.rank} names no number", f"{given}"[:80]
+            )
         return Step(
             name, sources, targets, tuple(self._channel(operation, n) for n in channels),
             tuple(numbers[:-1]), numbers[-1], str(more.get("reduce_op", "sum")),
@@ -253,10 +262,11 @@ class _Block:
         self, operation: Operation, part: Part, turn: int, size: int
     ) -> Iterator[tuple[Place, ...]]:
         """Yields the places of a part; of a part behind a switch, those of each of its ranks."""
-        span = self.to.spans(operation, part, turn, size)
+        span = self.resolver.spans(operation, part, turn, size)
         for rank, buffer in self._buffers(operation, part):
-            places = (self.to.place(rank, buffer, unit) for unit in span)
-            yield tuple(self.to.reused(place, turn, size) for place in places)
+            self.resolver.count(len(span))
+            places = (self.resolver.place(rank, buffer, unit) for unit in span)
+            yield tuple(self.resolver.reused(place, turn, size) for place in places)
 
     def _buffers(self, operation: Operation, part: Part) -> list[tuple[int, str]]:
         """Returns the rank and the kind of the buffers of a part."""
@@ -271,7 +281,7 @@ class _Block:
             for ranks in switch.groups:
                 if self.rank in ranks:
                     return [(rank, switch.buffer) for rank in ranks]
-        raise self.to.wrong(
+        raise self.resolver.wrong(
             f"rank {self.rank} reaches a buffer that it does not name", operation.name
         )
 
@@ -280,7 +290,7 @@ class _Block:
         kinds = [operation.channel_type] if operation.channel_type else [*self.channels]
         known = self.channels.get(kinds[0], ()) if len(kinds) == 1 else ()
         if number >= len(known):
-            raise self.to.wrong(
+            raise self.resolver.wrong(
                 f"rank {self.rank} has no channel {number}",
                 f"its threadblock names {len(known)} for {operation.name}",
             )

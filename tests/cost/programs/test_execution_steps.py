@@ -239,6 +239,7 @@ def broken(text: str, old: str, new: str) -> str:
         (pipelined(2, chunks=1 << 40), "both must be positive"),
         (broken(pipelined(2), "16777216", "33554433"), "do not divide the scratch memory"),
         (broken(pipelined(2), "16777216", "1"), "too finely"),
+        (switched(2).replace('_chunks": 2', '_chunks": 1048576'), "too large to be checked"),
         (broken(pipelined(2), '"name": "copy"', '"name": "upkt"'), "upkt in a pipeline"),
         (together(before=3), "wait for one another"),
         (together(after=1), "may not be there yet|ends before"),
