@@ -278,3 +278,17 @@ def test_a_switch_adds_and_copies_on_the_way(count: int) -> None:
     read = ExecutionPlan.parse(switched(count))
     phase = 3.0 + (count - 1) * (1000 / count) / 100
     assert simulate_plan(read, [Level(count, 100.0, 3.0)], 1000).seconds == pytest.approx(2 * phase)
+
+
+@pytest.mark.parametrize("text", [together(), apart(1), pipelined(2), switched(3), forwarded()])
+def test_every_operation_of_every_kind_is_needed(text: str) -> None:
+    def rows(table: dict[str, Any]) -> list[Ops]:
+        blocks = [block["ops"] for gpu in table["gpus"] for block in gpu["threadblocks"]]
+        return [*blocks, *(op["ops"] for ops in blocks for op in ops if "ops" in op)]
+
+    for number, row in enumerate(rows(json.loads(text))):
+        for place in range(len(row)):
+            table = json.loads(text)
+            rows(table)[number][place] = {"name": "nop"}
+            with pytest.raises(CollectiveError):
+                check_plan(ExecutionPlan.parse(json.dumps(table)))
