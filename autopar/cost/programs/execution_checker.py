@@ -332,8 +332,10 @@ class _Trial:
                 own[other] = max(own.get(other, 0), time)
         units = self.memory.units
         for rank, buffer, chunk, promised in promised_chunks(self.plan):
-            for unit in range(chunk * units, (chunk + 1) * units):
-                wanted = frozenset((r, c * units + unit % units) for r, c in promised)
+            for place in range(units):
+                unit, wanted = chunk * units + place, promised
+                if units > 1:
+                    wanted = frozenset((r, c * units + place) for r, c in promised)
                 self._compare_unit(
                     known[rank], self.memory.place(rank, buffer, unit), wanted, chunk
                 )

@@ -48,6 +48,9 @@ class Step:
     reduces: str = "sum"
 
 
+_NOP = Step("nop")
+
+
 class Resolver:
     """Resolves the operations of a plan.
 
@@ -238,6 +241,8 @@ class _Block:
 
     def _step(self, operation: Operation, turn: int, size: int) -> Step:
         name, more = operation.name, operation.more
+        if name == "nop":
+            return _NOP
         sources, targets = (
             tuple(row for part in parts for row in self._rows(operation, part, turn, size))
             for parts in (operation.source, operation.target)
