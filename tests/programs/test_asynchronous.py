@@ -78,6 +78,18 @@ def test_stages_of_two_devices_train_as_those_of_one(state: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 1, 1)])
+@pytest.mark.parametrize(("state", "clip"), [("ddp", None), ("zero1", 0.1)])
+def test_stages_of_unequal_numbers_of_devices(
+    sizes: tuple[int, ...], state: str, clip: float | None
+) -> None:
+    names = ["pipedream", "vertical", "2bw", "ampnet of two", "pipemare plain"]
+    names += ["pipemare", "bounded"] if state == "ddp" else []
+    pins = autopar.pins.data_parallel("gpu")
+    check(names, len(sizes), sum(sizes), sizes=sizes, state=state, clip_norm=clip, pins=pins)
+
+
+@pytest.mark.slow
 def test_each_stage_clips_the_norm_of_its_own_gradients() -> None:
     check(["pipedream", "2bw", "pipemare plain", "pipemare flushed"], 3, 3, clip_norm=0.1)
 
