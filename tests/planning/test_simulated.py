@@ -88,7 +88,7 @@ def test_the_schedule_is_played_with_the_stages_figures(four: Simulated) -> None
     )
     alone = simulate(schedule("1f1b", 4, MICROBATCHES), costs, there, back)
     assert four.timeline.computed == alone.seconds
-    assert four.seconds == alone.seconds + max(s.once for s in four.stages)
+    assert four.seconds == alone.seconds + max(s.optimizer for s in four.stages)
     slowest = max(s.forward + s.backward for s in four.stages)
     assert four.seconds > MICROBATCHES * slowest
 
@@ -109,7 +109,7 @@ def test_stages_in_one_place_send_nothing() -> None:
     assert [s.arriving > 0 for s in found.stages] == [False, True, False, True]
     assert len(found.memory) == 2
     # The foot's device updates the second and the third stage, one behind the other.
-    once = [stage.once for stage in found.stages]
+    once = [stage.optimizer for stage in found.stages]
     last = max(once[0] + once[3], once[1] + once[2])
     assert found.seconds == pytest.approx(found.timeline.computed + last, rel=1e-12)
 
