@@ -10,14 +10,14 @@ torchtitan's two of 8 devices in bf16, of V100 to Alpa's GPT.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autopar.plan import Plan
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import facts
 from benchmarks.harness import write
-from benchmarks.published import alpa, megatron, megatron_core, product, torchtitan
+from benchmarks.published import alpa, megatron, megatron_core, product
 
 Row = dict[str, Any]
 
@@ -76,19 +76,31 @@ def megatron_golden_rows() -> Iterator[Row]:
 
 
 def torchtitan_rows() -> Iterator[Row]:
-    """torchtitan on H100s of 500 W and on H200, without context parallelism.
+    """torchtitan on H100s of 500 W and on H200, without context parallelism."""
+    tables = ("torchtitan_h100", "torchtitan_h200", "torchtitan_async_8b")
+    return _torchtitan("torchtitan", [row for table in tables for row in facts(table)])
 
-    Memory is what is reserved.
+
+def torchao_rows() -> Iterator[Row]:
+    """torchtitan on eight devices, as torchao measured its 8-bit formats.
+
+    Its H100 are taken for those of torchtitan's pages, since it does not say which they are.
     """
-    for row in (*facts("torchtitan_h100"), *facts("torchtitan_h200")):
+    return _torchtitan("torchao", facts("torchao_training"))
+
+
+def _torchtitan(system: str, rows: Sequence[Row]) -> Iterator[Row]:
+    """Tokens a second, and memory, which is what is reserved."""
+    for row in rows:
         run = cost_accuracy.torchtitan_run(row)
         if run.cp > 1:
             continue
-        fitted = run.model == "8B" and not run.float8 and run.device == torchtitan.DEVICE
+        fitted = row["table"] == "T1" and not run.float8
         kind = "fitted" if fitted or run.seq > 8192 else "predicted"
         case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
+        case += f" {run.device}" * (system == "torchao")
         plan, speed = product.torchtitan_plan(run), product.torchtitan_tokens_per_second(run)
-        head = ("torchtitan", case)
+        head = (system, case)
         yield _row(*head, "tokens/s a device", kind, row["tokens_per_s_per_gpu"], speed, plan)
         if "memory_gib" in row:
             memory = plan.predicted.peak_bytes / 2**30
@@ -147,6 +159,7 @@ SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron-core": megatron_core_rows,
     "megatron-golden": megatron_golden_rows,
     "torchtitan": torchtitan_rows,
+    "torchao": torchao_rows,
     "alpa": alpa_rows,
     "wide-resnet": wide_resnet_rows,
     "mixture": mixture_rows,
