@@ -147,6 +147,24 @@ def test_stages_gather_what_others_send_them() -> None:
         assert cost[whole] - cost[parts] == pytest.approx(once)
 
 
+def test_what_runs_side_by_side_counts_once() -> None:
+    """Linears beside collectives shorten both directions of a stage."""
+    model, batch = gpt2(2)
+    near = Mesh.parse("H100: stage=2, gpu=2")
+    found = []
+    for fuse in ((), ("async_tensor_parallel",)):
+        options = Options(
+            stages=2, microbatches=MICROBATCHES, pins=autopar.pins.megatron_sp("gpu"), fuse=fuse
+        )
+        call = Call(model, (), batch)
+        captured = capture_call(call, options, Trace(None), MICROBATCHES)
+        plan = plan_evenly(captured.graph, near, options, Trace(None))
+        found.append(simulated(stage_graphs(captured.graph, plan.ends, Trace(None)), plan, options))
+    for apart, beside in zip(found[0].stages, found[1].stages, strict=True):
+        assert beside.forward < apart.forward
+        assert beside.backward < apart.backward
+
+
 def test_both_halves_of_a_split_backward_recompute_the_blocks() -> None:
     """The recomputation takes what a backward takes longer with it than without."""
     plain, full, split = (

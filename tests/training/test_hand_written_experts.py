@@ -31,10 +31,11 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """
     torch.manual_seed(0)
     model = Layers(MIXTURES[name], (Plain, Gated)[len(name) % 2]).double()
+    chosen = [0, EXPERTS - 1] if name == "identity" else [0, 1]
     with torch.no_grad():
-        for block in model.blocks:
-            chosen = [0, EXPERTS - 1] if name == "identity" else [0, 1]
-            block.router.bias.zero_()[chosen] = 9.0
+        for key, parameter in model.named_parameters():
+            if key.endswith("router.bias"):
+                parameter.zero_()[chosen] = 9.0
     return model, {"x": torch.randn(TOKENS, WIDTH, dtype=torch.float64)}
 
 

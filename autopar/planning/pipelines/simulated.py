@@ -38,6 +38,7 @@ from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model, host_of
 from autopar.simulate import (
+    covered,
     fixed_bytes,
     issued_seconds,
     kept_bytes,
@@ -208,18 +209,19 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)
     issued = issued_seconds(step, settings.host)
-    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
-    again = 0.0
-    for span in timeline.spans:
-        task = span.task
-        seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
-        again += span.seconds if task.is_recomputation else 0.0
+    own = [span for span in timeline.spans if span.task.cause != "gradient"]
+    seconds = {
+        phase: covered(span for span in own if span.task.phase == phase)
+        for phase in ("forward", "backward", "optimizer")
+    }
+    gradients = sum(s.seconds for s in timeline.spans if s.task.cause == "gradient")
+    again = covered(span for span in own if span.task.is_recomputation)
     fixed, kept = fixed_bytes(step), kept_bytes(step)
     overlapped = "gradient" in usual.overlap
     return StageFigures(
         max(seconds["forward"], issued["forward"]),
         max(seconds["backward"], issued["backward"]),
-        seconds["gradient"],
+        gradients,
         chip.slowdown if overlapped else 2.0,
         seconds["optimizer"],
         fixed,
