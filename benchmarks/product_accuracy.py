@@ -4,7 +4,7 @@ Rows of benchmarks/published.json, with the options of benchmarks/published/prod
 on an accelerator. Writes results/product_accuracy.csv. A system takes two to six minutes;
 `--only SYSTEM` replaces its rows. To "fitted" rows a figure of the device was fitted
 (devices.toml): step_efficiency of A100 to Megatron's, of H100 to Megatron-Core's, of H100-96 to
-torchtitan's two of 8 devices in bf16, of V100 to Alpa's GPT.
+torchtitan's two of 8 devices in bf16, of MI300X to torchao's in bf16, of V100 to Alpa's GPT.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from benchmarks.harness import write
 from benchmarks.published import alpa, megatron, megatron_core, product
 
 Row = dict[str, Any]
+# Devices whose step_efficiency was fitted to their rows in bf16, in the named table.
+FITTED = {"H100-96": "T1", "MI300X": "ao"}
 
 
 def _row(
@@ -84,9 +86,22 @@ def torchtitan_rows() -> Iterator[Row]:
 def torchao_rows() -> Iterator[Row]:
     """torchtitan on eight devices, as torchao measured its 8-bit formats.
 
-    Its H100 are taken for those of torchtitan's pages, since it does not say which they are.
+    Its H100 are taken for those of torchtitan's pages, since it does not say which they are. Its
+    B200 ran at a limit of power that it does not name, so that only their speed-ups are compared.
     """
-    return _torchtitan("torchao", facts("torchao_training"))
+    rows = facts("torchao_training")
+    yield from _torchtitan("torchao", [row for row in rows if "limited" not in row["hardware"]])
+    plain, *others = (row for row in rows if "limited" in row["hardware"])
+    published, own = plain["tokens_per_s_per_gpu"], _tokens_per_second(plain)
+    for row in others:
+        case = f"{row['hardware']}: {row['options']}"
+        speedup = row["tokens_per_s_per_gpu"] / published
+        found = _tokens_per_second(row) / own
+        yield _row("torchao", case, "speed-up over bf16", "predicted", speedup, found)
+
+
+def _tokens_per_second(row: Row) -> float:
+    return product.torchtitan_tokens_per_second(cost_accuracy.torchtitan_run(row))
 
 
 def _torchtitan(system: str, rows: Sequence[Row]) -> Iterator[Row]:
@@ -95,7 +110,7 @@ def _torchtitan(system: str, rows: Sequence[Row]) -> Iterator[Row]:
         run = cost_accuracy.torchtitan_run(row)
         if run.cp > 1:
             continue
-        fitted = row["table"] == "T1" and not run.float8
+        fitted = FITTED.get(run.device) == row["table"] and not run.linears
         kind = "fitted" if fitted or run.seq > 8192 else "predicted"
         case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
         case += f" {run.device}" * (system == "torchao")
