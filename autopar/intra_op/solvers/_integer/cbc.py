@@ -45,9 +45,11 @@ def solve_program(
     lp.solve(_cbc(budget, gap / stated.unit, len(variables)))
     if lp.status == pulp.LpStatusInfeasible:
         return "infeasible", np.inf
+    proved = lp.sol_status == pulp.LpSolutionOptimal
+    if not proved and budget.work < math.inf:
+        budget.spend(budget.unspent())  # its nodes were the rest of the work
     if lp.status != pulp.LpStatusOptimal:
         return "stopped", -np.inf
-    proved = lp.sol_status == pulp.LpSolutionOptimal
     objective = float(pulp.value(lp.objective) or 0.0)
     lower = stated.offset + stated.unit * objective - gap if proved else -np.inf
     taken = [k for k in range(binaries) if (variables[k].varValue or 0.0) > 0.5]
