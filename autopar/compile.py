@@ -19,7 +19,7 @@ from autopar.generation_plan import GenerationPlan
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.frontier import fastest_together
-from autopar.planning.generation.serving import plan_generation
+from autopar.planning.generation.stage_search import plan_generation
 from autopar.planning.local_choice import asks_for_local, choose
 from autopar.planning.local_rounds import with_local_rounds
 from autopar.planning.options import GLOBAL, Options

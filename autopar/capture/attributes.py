@@ -7,11 +7,13 @@ import random
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from autopar.capture.watch import is_users, place
@@ -51,8 +53,16 @@ class _Held:
         return self.value
 
 
+Values = dict[tuple[str, str], Any]  # path of a module, name of an attribute -> its value
+
+
 class State:
-    """A model's state other than parameters and buffers, before a call."""
+    """A model's state other than parameters and buffers, before a call.
+
+    Attributes:
+        numbers: numbers and texts that the call has set, found by `replaced`.
+        tensors: tensors that the call has set where none was, found by `replaced`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {
@@ -66,6 +76,8 @@ class State:
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS)
         self._hooks = [(table, dict(table)) for table in tables]
         self._random = random.getstate(), np.random.get_state()
+        self.numbers: Values = {}
+        self.tensors: Values = {}
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for path, module in self.modules.items():
@@ -77,17 +89,22 @@ class State:
         """Returns the names of tensors, other than buffers, that the call has replaced.
 
         Raises:
-            CaptureError: the call has changed a number or a container, or drawn random numbers from
-                another generator than torch's.
+            CaptureError: the call has changed a container, or drawn random numbers from another
+                generator than torch's.
         """
         names = set()
         for (path, name), value in self._attributes():
             before = self._held.get((path, name))
+            if isinstance(value, Tensor) and (before is None or before.value is None):
+                self.tensors[path, name] = value
             if before is None or before.mark in (None, _mark(value)):
                 continue
-            if not isinstance(before.value, Tensor):
+            if isinstance(before.value, Tensor):
+                names.add(f"{path}.{name}".lstrip("."))
+            elif isinstance(value, _NUMBERS):
+                self.numbers[path, name] = value
+            else:
                 raise changed(self.modules[path], name)
-            names.add(f"{path}.{name}".lstrip("."))
         if not _same_state(self._random, (random.getstate(), np.random.get_state())):
             raise CaptureError(
                 "forward draws random numbers that are not torch's",
@@ -110,6 +127,21 @@ class State:
                 setattr(self.modules[path], name, before.again())
 
 
+@contextmanager
+def set_to(model: nn.Module, values: Values) -> Iterator[None]:
+    """Sets attributes of a model's modules, and restores them on exit; values of tensors are 0."""
+    before = State(model)
+    try:
+        for (path, name), value in values.items():
+            if isinstance(value, Tensor):
+                one = torch.zeros((), dtype=value.dtype, device=value.device)
+                value = one.expand(tuple(map(int, value.shape)))
+            setattr(model.get_submodule(path), name, value)
+        yield
+    finally:
+        before.restore()
+
+
 def changed(module: nn.Module, name: str) -> CaptureError:
     """Returns the error of a model that keeps state in an attribute."""
     return CaptureError(
@@ -121,13 +153,14 @@ def changed(module: nn.Module, name: str) -> CaptureError:
     )
 
 
+_NUMBERS = (bool, int, float, complex, str)
 _COMMON = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and value == {})
 
 
 def _mark(value: object) -> object:
     """Returns a value that differs if an attribute was changed; None if it is not checked."""
-    if isinstance(value, (bool, int, float, complex, str)):
+    if isinstance(value, _NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):
         return id(value)

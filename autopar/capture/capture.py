@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from autopar.capture.advice import explain
-from autopar.capture.attributes import changed
+from autopar.capture.attributes import CHANGES, changed, set_to
 from autopar.capture.dtypes.cast import computing_in
 from autopar.capture.flat_model import FlatModel, loss_parameters
 from autopar.capture.generation.cached_call import CACHES, CachedCall, frozen
@@ -93,7 +93,47 @@ def capture(
         signature = _signature(model, loss_fn) if caches is None else caches.signature
         inputs = Inputs.of(signature, args, kwargs or {})
         batch = inputs.flatten(args, kwargs or {})
-        return _captured(model, wrapped(inputs), batch, name, known)
+
+        def traced() -> tuple[Captured, FlatModel]:
+            wrapper = wrapped(inputs)
+            return _captured(model, wrapper, batch, name, known), wrapper
+
+        captured, wrapper = traced()
+        _refuse_state(model, captured, wrapper, traced)
+        return captured
+
+
+def _refuse_state(
+    model: nn.Module,
+    captured: Captured,
+    wrapper: FlatModel,
+    traced: Callable[[], tuple[Captured, FlatModel]],
+) -> None:
+    """Raises CaptureError if what a call sets is a state for the next one, which a program loses.
+
+    Numbers are none if the next call sets nothing and computes the same, as where a model fits a
+    window to the size of an image. Tensors are none if the next call does not read them, as results
+    that are only kept to be looked at, or sets no other ones, as tables that are computed once.
+
+    Args:
+        model, captured, wrapper: the model, and the trace of the first call.
+        traced: traces a call.
+    """
+    if numbers := wrapper.seen.numbers:
+        with set_to(model, numbers):
+            after, more = traced()
+        one, other = captured.buffers, after.buffers
+        alike = captured.graph == after.graph and one.keys() == other.keys()
+        if more.seen.numbers or not alike or not all(one[k].equal(other[k]) for k in one):
+            path, name = next(iter(more.seen.numbers or numbers))
+            raise changed(model.get_submodule(path), name)
+    if tensors := wrapper.seen.tensors:
+        with set_to(model, tensors):
+            try:
+                traced()  # refuses a tensor that it reads and sets
+            except CaptureError as error:
+                if error.what.startswith(CHANGES):
+                    raise
 
 
 def _captured(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from autopar.capture.attributes import State, changed
+from autopar.capture.attributes import State, Values, changed
 from autopar.capture.autograd_functions import TracedFunction, functions_as_operators
 from autopar.capture.dtypes.full_losses import losses_in_float32
 from autopar.capture.generation.cached_call import CachedCall
@@ -47,6 +47,8 @@ class _TracedResults:
         output, labels, loss: structure of the output, names of its tensors, name of the loss.
         assigned: buffers that the call assigned, as in `self.n = self.n + 1`.
         replaced: other tensors of modules that the call assigned.
+        numbers: numbers of modules that the call set.
+        tensors: tensors of modules that the call set where none was.
     """
 
     output: Structure
@@ -54,6 +56,8 @@ class _TracedResults:
     loss: str | None = None
     assigned: tuple[str, ...] = ()
     replaced: frozenset[str] = frozenset()
+    numbers: Values = field(default_factory=dict)
+    tensors: Values = field(default_factory=dict)
 
 
 class FlatModel(nn.Module):
@@ -100,6 +104,7 @@ class FlatModel(nn.Module):
                 named = self._call(batch)
             assigned = buffers.assigned()
             self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()
+            self.seen.numbers, self.seen.tensors = state.numbers, state.tensors
         finally:
             state.restore()
         _refuse_own_gradients(named.values())

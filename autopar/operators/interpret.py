@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 from autopar.errors import GraphError
 from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
+from autopar.operators import ctc as ctc  # registers operators that graphs call
 from autopar.operators.assume import assume
 from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME

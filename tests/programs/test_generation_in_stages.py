@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.errors import OptionError, PlanError, ProgramError
+from autopar.errors import PlanError, ProgramError
 from autopar.pins import megatron
 from tests.programs.test_generation import (
     DRAWN,
@@ -139,6 +139,25 @@ def test_a_plan_in_stages_is_priced_by_its_stages() -> None:
         autopar.GenerationPlan.from_toml(other)
 
 
+@pytest.mark.slow
+def test_a_search_takes_the_fastest_number_of_stages() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=1000))
+    sizes: dict[str, Any] = {"batch": 4, "prompt": 64, "new_tokens": 32}
+    slow = "H100: gpu=2 @1GB/s 10ms"
+
+    def plan(stages: int | str, **options: Any) -> autopar.GenerationPlan:
+        return autopar.plan(model, slow, task="generate", stages=stages, **sizes, **options)
+
+    alone = plan(1)
+    assert plan("auto") == alone  # whole weights on every device need no message
+    # Less memory needs messages: one for two stages, several for layers that are split.
+    limit = alone.peak_bytes * 0.9
+    fastest = plan("auto", memory=limit)
+    assert fastest == plan(2, memory=limit)
+    assert fastest.seconds < plan(1, memory=limit).seconds
+
+
 def test_stages_that_cannot_generate_are_refused() -> None:
     sizes: dict[str, Any] = {"batch": 4, "prompt": 4, "new_tokens": 4}
     with pytest.raises(ProgramError, match="several copies of every stage"):
@@ -146,5 +165,3 @@ def test_stages_that_cannot_generate_are_refused() -> None:
             made("gpt2"), "cpu: gpu=2", task="generate", stages=2, schedule="chimera",
             microbatches=2, **sizes,
         )  # fmt: skip
-    with pytest.raises(OptionError, match='stages="auto" does not plan a generation'):
-        autopar.plan(made("gpt2"), "cpu: gpu=2", task="generate", stages="auto", **sizes)

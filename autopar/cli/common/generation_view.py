@@ -25,7 +25,8 @@ from autopar.passes.deepen import LEAST, deepen
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.generation.graphs import Sizes, capture_generation
-from autopar.planning.generation.serving import generating_options, plan_graphs
+from autopar.planning.generation.serving import generating_options
+from autopar.planning.generation.stage_search import fastest_generation
 from autopar.planning.options import Options
 from autopar.planning.prices import cost_model, limit_of_plan
 from autopar.planning.stored import graphs_of as stages_of
@@ -75,11 +76,14 @@ def planned(
         stage: reports what is being done.
     """
     cost_model(mesh, options)  # refuses bad options before a model is traced
-    options = generating_options(options)
-    stage("capture")
-    graphs = graphs_of(spec, options, sizes)
-    stage("strategies")
-    plan = plan_graphs(*graphs, mesh, options, sizes)
+
+    def capture(own: Options) -> Graphs:
+        stage("capture")
+        graphs = graphs_of(spec, own, sizes)
+        stage("strategies")
+        return graphs
+
+    plan, graphs = fastest_generation(capture, mesh, options, sizes)
     prefill, decode = (replace(each, model=spec) for each in (plan.prefill, plan.decode))
     return replace(plan, prefill=prefill, decode=decode), graphs
 

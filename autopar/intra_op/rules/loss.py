@@ -98,6 +98,15 @@ RULES = (
             f"{_SCORES}, i64[4]<6",
         ),
     ),
+    rule(
+        "autopar.ctc_losses",
+        "t! b c!, b s!, b, b -> b",
+        flops=lambda node, types: f"20 {types[0].shape[0] * types[1].numel}",
+        examples=(
+            "f64[6, 4, 5], i64[4, 3]<4, i64[4]<6, i64[4]<3, 4, True",
+            "f64[5, 4, 5], i64[4, 1]<4, const i64[4]<1, const i64[4]<1, 4, False",
+        ),
+    ),
     rule("aten.nll_loss_nd", _by_class, examples=_CLASSES),
     rule("aten.nll_loss", _by_class, examples=_CLASSES[:2]),
     *(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 
-from autopar.errors import OptionError, ProgramError, ScheduleError
+from autopar.errors import ProgramError, ScheduleError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
@@ -39,19 +39,12 @@ def one_at_a_time(options: Options, first: Plan | None) -> Options:
     """Returns options for one batch that passes the stages, under a schedule that places them so.
 
     Args:
-        options: give the stages.
+        options: give the number of stages.
         first: gives the stages instead, if it is not None.
 
     Raises:
-        OptionError: the options ask for a search of stages.
         ProgramError: every stage has copies on several groups of devices.
     """
-    if first is None and options.searches_stages:
-        raise OptionError(
-            'stages="auto" does not plan a generation',
-            why="the search takes a batch to train on",
-            todo="pass the number of stages, or train first and generate in the same session",
-        )
     one = replace(options, microbatches=1, schedule=SCHEDULE, global_batch=None, stages=1)
     if first is not None and not first.is_pipeline:
         return one
@@ -79,7 +72,9 @@ def _single(schedule: str, groups: int, microbatches: int) -> str:
     raise ProgramError(
         f"a program under the schedule {schedule!r} cannot generate",
         why="it has several copies of every stage, and a batch passes only one",
-        todo="use a schedule with one copy of each stage, such as 1f1b",
+        todo="plan the generation with schedule='1f1b'; after training under this schedule, "
+        "program.save_checkpoint(folder), and load_checkpoint(folder) in a session with "
+        "schedule='1f1b'",
     )
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from autopar.errors import AutoparError, ProgramError
 from autopar.generation_plan import GenerationPlan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning.generation.graphs import Sizes, capture_generation
+from autopar.planning.generation.graphs import Sizes
 from autopar.planning.generation.passes_of_stages import one_at_a_time, passed, plan_in_stages
 from autopar.planning.options import GLOBAL, Options
 from autopar.planning.planner import make_plan
@@ -39,7 +37,6 @@ def generating_options(options: Options, first: Plan | None = None) -> Options:
 
     Raises:
         ProgramError: ranks pass different parts of a batch, or the stages have copies.
-        OptionError: the options ask for a search of stages.
     """
     if options.batches != GLOBAL:
         raise ProgramError(
@@ -49,17 +46,6 @@ def generating_options(options: Options, first: Plan | None = None) -> Options:
         )
     free = replace(options, recompute="none", offload="none", state=None, loss_fn=None)
     return one_at_a_time(free, first)
-
-
-def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes) -> GenerationPlan:
-    """Captures a model and returns the fastest plan of its prefill and decode.
-
-    Raises:
-        CaptureError, InfeasibleError: see `capture_generation` and `plan_serving`.
-    """
-    options = generating_options(options)
-    prefill, decode = capture_generation(model, sizes, options)
-    return plan_graphs(prefill.graph, decode.graph, mesh, options, sizes)
 
 
 def plan_graphs(

@@ -19,6 +19,7 @@ from autopar.ir.replicas.outer_value import Outer
 from autopar.plan import Plan
 from autopar.planning.generation.graphs import capture_generation
 from autopar.planning.generation.serving import IN_ANOTHER, generating_options, plan_serving
+from autopar.planning.generation.stage_search import plan_generation
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 from autopar.runtime.executor import Executor
@@ -76,7 +77,11 @@ def compile_pair(
     refuse_outer(compiler.outer or (None if first is None else first.plan.outer))
     given = compiler.generation if first is None else None
     stated = first.plan if first is not None else None if given is None else given.decode
-    options = generating_options(compiler.options, stated)
+    options = compiler.options
+    if stated is None and options.searches_stages:
+        count = from_first_rank(lambda: _count_of_stages(compiler, model, sizes))
+        options = replace(options, stages=count, global_batch=None)
+    options = generating_options(options, stated)
     both = capture_generation(model, sizes, options)
     texts = {f"the captured {n}": text_of_graph(e.graph) for n, e in zip(_NAMES, both, strict=True)}
     compare_ranks(texts, BatchError, _ADVICE)
@@ -95,6 +100,11 @@ def compile_pair(
         for each, (graph, plan) in zip(both, plans, strict=True)
     )
     return prefill, decode
+
+
+def _count_of_stages(compiler: Compiler, model: nn.Module, sizes: Sizes) -> int:
+    """Returns the number of stages of the fastest generation."""
+    return len(plan_generation(model, compiler.mesh, compiler.options, sizes).decode.stages)
 
 
 def _searched(
