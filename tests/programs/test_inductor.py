@@ -76,7 +76,13 @@ def test_every_segment_is_compiled_once_and_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}], ids=str
+    "how",
+    [
+        {"recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
+        {"offload": "activations"},
+    ],
+    ids=str,
 )
 def test_what_is_kept_for_the_backward_may_be_elsewhere(how: dict[str, str]) -> None:
     assert stepped("aot_eager", **how)[0] == pytest.approx(stepped("eager", **how)[0], rel=1e-12)
