@@ -34,6 +34,7 @@ def compare(name: str, cases: list[Case]) -> None:
         assert error <= (SINES if rounds else TOLERANCE[case.dtype]), f"{case}: off by {error:.2g}"
 
 
+@pytest.mark.slow
 def test_two_ranks_in_parts_of_the_sequence() -> None:
     compare("llama", [Case(PAIR, "sequence", fuse=True, backend="aot_eager")])
 
