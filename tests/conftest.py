@@ -17,3 +17,8 @@ def pytest_addoption(parser: Any) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the sources of tests/golden anew"
     )
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Puts the files that start ranks first: they take longest, and short ones fill up the end."""
+    items.sort(key=lambda item: "run_ranks" not in vars(item.module))

@@ -10,8 +10,9 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from autopar.runtime.ranks.processes import from_first_rank
 from tests.support import staged
 from tests.support.chips import ON_GPU
+
+# Where sessions capture: calls of a model, and the two of a generation.
+CAPTURES = (("compiler", "capture_parts"), ("generation.pair", "capture_generation"))
 
 
 @contextmanager
@@ -51,14 +56,16 @@ def shared_captures() -> Iterator[None]:
 
     autopar itself captures on every rank, and compares the graphs.
     """
-    compiler = importlib.import_module("autopar.session.compiler")
-    alone = compiler.capture_parts
-
-    def together(*args: Any) -> Any:
-        return compiler.from_first_rank(lambda: alone(*args))
-
-    with patch.object(compiler, "capture_parts", together):
+    with ExitStack() as stack:
+        for where, name in CAPTURES:
+            module = importlib.import_module(f"autopar.session.{where}")
+            together = partial(_on_first_rank, getattr(module, name))
+            stack.enter_context(patch.object(module, name, together))
         yield
+
+
+def _on_first_rank(capture: Callable[..., Any], *args: Any) -> Any:
+    return from_first_rank(lambda: capture(*args))
 
 
 def _rank(

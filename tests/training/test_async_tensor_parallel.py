@@ -121,8 +121,8 @@ class Case:
 
 
 CASES = [
-    Case("gpt2", varied=True),
-    Case("llama"),
+    pytest.param(Case("gpt2", varied=True), marks=pytest.mark.slow),
+    pytest.param(Case("llama"), marks=pytest.mark.slow),
     Case("gpt2", how={"backend": "aot_eager"}),
     # Weights are gathered for use and again for the backward, whose blocks run once more.
     Case("llama", "H100: data=2, gpu=2", {"state": "zero3, gathered again", "recompute": "full"}),
