@@ -66,10 +66,11 @@ def megatron_golden_rows() -> Iterator[Row]:
     Its memory is the last rank's, whose writer alone records it (megatron/training/global_vars.py).
     """
     for row in facts("megatron_golden"):
+        words = -(-row["vocab"] // 128) * 128  # Megatron pads the vocabulary to a multiple of 128
         run = megatron.Run(
             row["hidden"], row["heads"], row["layers"], row["tp"], row["pp"], row["dp"],
             row["global_batch"], row["micro_batch"], row["virtual_stages"], row["seq"],
-            row["vocab"], row["device"], 0.1, row["groups"],
+            words, row["device"], 0.1, row["groups"],
         )  # fmt: skip
         plan, head = product.megatron_core_plan(run), ("megatron-golden", row["device"])
         yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.step_seconds, plan)

@@ -23,7 +23,9 @@ apply, it multiplies less (Lavin & Gray, arXiv 1509.09308).
 
 The constants are in tables/products.csv and tables/convolutions.csv (cost/kernel_tables.py). In a
 long step, clocks are low and kernels share the device with other work: computing then takes
-`1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml).
+`1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml). It was fitted
+to steps on matrix units and, of V100, holds for convolutions in f32. Products on vector units draw
+less power and keep the rate that they have alone (benchmarks/results/steps.csv: GPT-2 in f32).
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ def kernel_seconds(
     vector = flops / device.rate(dtype, matmul=False)
     if gemm is None:
         return max(vector, memory_seconds(device, nbytes)) + device.launch
+    units = device.rate(dtype, matmul=True) > device.rate(dtype, matmul=False)
+    in_step = in_step and (units or convolved is not None)
     left = device.step_efficiency if in_step else 1.0
     if op in ATTENTION:
         rate, back = device.rate(dtype, matmul=True) * left, op == ATTENTION[1]

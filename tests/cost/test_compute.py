@@ -73,6 +73,15 @@ def test_a_long_kernel_and_a_long_step_are_slower_than_a_short_kernel() -> None:
     assert step == pytest.approx(full / chip.step_efficiency, rel=1e-9)
 
 
+def test_a_long_step_slows_matrix_units_alone() -> None:
+    """In f32, GPT-2 took in a step what it takes alone (benchmarks/results/steps.csv)."""
+    step = AnalyticModel(H100.mesh, in_step=True)
+    for dtype, slower in (("bf16", True), ("tf32", True), ("f32", False)):
+        work = product(1, 8192, 8192, 8192, dtype)
+        assert (step.compute(work) > 1.2 * H100.compute(work)) == slower
+    assert step.compute(work) == H100.compute(work)
+
+
 def test_a_row_more_than_full_waves_costs_another_tile_and_no_less() -> None:
     chip, (m, n) = H100.device, waves(4)
     full, one_more, some = (gemm_seconds(chip, Gemm(1, m + x, n, 8192), "bf16") for x in (0, 1, 9))
