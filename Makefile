@@ -37,8 +37,10 @@ format: $(STAMP) ## rewrite the files in the project's style
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-test: lint docs ## lint, documentation, then every test but the slow ones
-	$(BIN)/python -m pytest -n $(JOBS)
+# A file stays in one process, so that its fixtures and captured models are made once.
+test: $(STAMP) ## lint, documentation, then every test but the slow ones
+	$(MAKE) -j $(JOBS) lint docs
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP) ## the slow tests
 	$(BIN)/python -m pytest -m slow

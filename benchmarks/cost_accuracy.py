@@ -134,7 +134,8 @@ def megatron_core_rows() -> Iterator[Row]:
 
 def torchtitan_run(row: dict[str, Any]) -> torchtitan.Run:
     """A row of torchtitan's pages as it ran; since 2025 it compiles its loss too."""
-    options, h200 = row["options"].lower(), "H200" in row["hardware"]
+    options, hardware = row["options"].lower(), row["hardware"]
+    newer = row["table"] in ("h200", "ao")
     degrees = dict.fromkeys(("fsdp", "tp", "cp"), 1)
     for word in row["parallelism"].lower().split(","):
         name = word.rstrip("0123456789")
@@ -150,10 +151,11 @@ def torchtitan_run(row: dict[str, Any]) -> torchtitan.Run:
         asynchronous="async" in options,
         full=row["activation_ckpt"] == "full",
         rowwise="rowwise" in options,
+        blockwise="mxfp8" in options,
         seq=row["seq"] // cp,
         cp=cp,
-        device="H200" if h200 else torchtitan.DEVICE,
-        loss="compiled" if h200 else "",
+        device=next((n for n in ("H200", "B200", "MI300X") if n in hardware), torchtitan.DEVICE),
+        loss="compiled" if newer else "",
     )
 
 

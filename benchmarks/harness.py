@@ -55,8 +55,13 @@ def write(
     """Write rows to results/NAME.csv; returns the path.
 
     They replace the file, or with `keys` only those of its rows that agree with one of them there.
+    Rows that were read from a file keep their provenance.
     """
-    made = [{**row, **provenance()} for row in rows]
+    own = provenance()
+    made = [
+        {name: value for name, value in row.items() if name not in own} | own | _kept(row, own)
+        for row in rows
+    ]
     path = RESULTS / f"{name}.csv"
     path.parent.mkdir(exist_ok=True)
     if keys is not None and path.exists():
@@ -71,6 +76,11 @@ def write(
         writer.writeheader()
         writer.writerows(made)
     return path
+
+
+def _kept(row: Mapping[str, Any], own: Mapping[str, str]) -> dict[str, Any]:
+    """The provenance that a row brings along."""
+    return {name: row[name] for name in own if name in row}
 
 
 def child(script: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -4,22 +4,24 @@ Rows of benchmarks/published.json, with the options of benchmarks/published/prod
 on an accelerator. Writes results/product_accuracy.csv. A system takes two to six minutes;
 `--only SYSTEM` replaces its rows. To "fitted" rows a figure of the device was fitted
 (devices.toml): step_efficiency of A100 to Megatron's, of H100 to Megatron-Core's, of H100-96 to
-torchtitan's two of 8 devices in bf16, of V100 to Alpa's GPT.
+torchtitan's two of 8 devices in bf16, of MI300X to torchao's in bf16, of V100 to Alpa's GPT.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autopar.plan import Plan
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import facts
 from benchmarks.harness import write
-from benchmarks.published import alpa, megatron, megatron_core, product, torchtitan
+from benchmarks.published import alpa, megatron, megatron_core, product
 
 Row = dict[str, Any]
+# Devices whose step_efficiency was fitted to their rows in bf16, in the named table.
+FITTED = {"H100-96": "T1", "MI300X": "ao"}
 
 
 def _row(
@@ -76,19 +78,44 @@ def megatron_golden_rows() -> Iterator[Row]:
 
 
 def torchtitan_rows() -> Iterator[Row]:
-    """torchtitan on H100s of 500 W and on H200, without context parallelism.
+    """torchtitan on H100s of 500 W and on H200, without context parallelism."""
+    tables = ("torchtitan_h100", "torchtitan_h200", "torchtitan_async_8b")
+    return _torchtitan("torchtitan", [row for table in tables for row in facts(table)])
 
-    Memory is what is reserved.
+
+def torchao_rows() -> Iterator[Row]:
+    """torchtitan on eight devices, as torchao measured its 8-bit formats.
+
+    Its H100 are taken for those of torchtitan's pages, since it does not say which they are. Its
+    B200 ran at a limit of power that it does not name, so that only their speed-ups are compared.
     """
-    for row in (*facts("torchtitan_h100"), *facts("torchtitan_h200")):
+    rows = facts("torchao_training")
+    yield from _torchtitan("torchao", [row for row in rows if "limited" not in row["hardware"]])
+    plain, *others = (row for row in rows if "limited" in row["hardware"])
+    published, own = plain["tokens_per_s_per_gpu"], _tokens_per_second(plain)
+    for row in others:
+        case = f"{row['hardware']}: {row['options']}"
+        speedup = row["tokens_per_s_per_gpu"] / published
+        found = _tokens_per_second(row) / own
+        yield _row("torchao", case, "speed-up over bf16", "predicted", speedup, found)
+
+
+def _tokens_per_second(row: Row) -> float:
+    return product.torchtitan_tokens_per_second(cost_accuracy.torchtitan_run(row))
+
+
+def _torchtitan(system: str, rows: Sequence[Row]) -> Iterator[Row]:
+    """Tokens a second, and memory, which is what is reserved."""
+    for row in rows:
         run = cost_accuracy.torchtitan_run(row)
         if run.cp > 1:
             continue
-        fitted = run.model == "8B" and not run.float8 and run.device == torchtitan.DEVICE
+        fitted = FITTED.get(run.device) == row["table"] and not run.linears
         kind = "fitted" if fitted or run.seq > 8192 else "predicted"
         case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
+        case += f" {run.device}" * (system == "torchao")
         plan, speed = product.torchtitan_plan(run), product.torchtitan_tokens_per_second(run)
-        head = ("torchtitan", case)
+        head = (system, case)
         yield _row(*head, "tokens/s a device", kind, row["tokens_per_s_per_gpu"], speed, plan)
         if "memory_gib" in row:
             memory = plan.predicted.peak_bytes / 2**30
@@ -147,6 +174,7 @@ SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron-core": megatron_core_rows,
     "megatron-golden": megatron_golden_rows,
     "torchtitan": torchtitan_rows,
+    "torchao": torchao_rows,
     "alpa": alpa_rows,
     "wide-resnet": wide_resnet_rows,
     "mixture": mixture_rows,

@@ -205,7 +205,8 @@ def _fits(
 
 def _samples(draw: Draw) -> Iterable[Args]:
     for scale in (0.5, float("nan"), float("inf")):
-        hyper = torch.tensor([1e-2, 0.9, 0.95, 1e-2, 0.1, 2.0, 1.5, scale])
+        numbers = [1e-2, 0.9, 0.95, 1e-2, 0.1, 2.0, 1.5, scale]
+        hyper = torch.tensor(numbers, device=draw.device)
         parameter, m = (draw.normal(7, 43, dtype=torch.float32) for _ in range(2))
         v = draw.positive(7, 43, dtype=torch.float32)
         low = None if scale == float("inf") else draw.normal(7, 43, dtype=torch.bfloat16)

@@ -116,7 +116,7 @@ def _samples(draw: Draw) -> Iterable[Args]:
     anchor, momentum = (draw.normal(5, 61, dtype=torch.float32) for _ in range(2))
     total = draw.normal(5, 61, scale=4.0)
     total[0, 0] = float("nan")
-    yield total, anchor, momentum, draw.normal(5, 61), hyper
+    yield total, anchor, momentum, draw.normal(5, 61), hyper.to(draw.device)
 
 
 def _typical(draw: Draw, n: int) -> Args:

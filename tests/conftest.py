@@ -5,6 +5,11 @@ from typing import Any
 
 # Tensors are tiny and workers share the cores: threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The tests are written for CPUs; see CONTRIBUTING.md for those that also run on a GPU.
+if os.environ.get("AUTOPAR_TESTS_ON_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Ranks are forked from a server that asks whether there is a GPU, which must not initialise CUDA.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -12,3 +17,8 @@ def pytest_addoption(parser: Any) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the sources of tests/golden anew"
     )
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Puts the files that start ranks first: they take longest, and short ones fill up the end."""
+    items.sort(key=lambda item: "run_ranks" not in vars(item.module))

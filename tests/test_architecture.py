@@ -57,6 +57,17 @@ SAME_NAMES = {
     "recompute": "the choice and what runs",
     "rules": "a command and the folder",
 }
+_REPORTS = "reports the seconds of a solve"
+CLOCKS = {
+    "autopar.inter_op.placement.methods.metropolis": "a search that is asked for by name",
+    "autopar.intra_op.solvers._budget": "a time limit if the caller sets one",
+    "autopar.intra_op.solvers._sampling": "a time limit if the caller sets one",
+    "autopar.intra_op.solvers.brute_force": _REPORTS,
+    "autopar.intra_op.solvers.elimination": _REPORTS,
+    "autopar.intra_op.solvers.greedy": _REPORTS,
+    "autopar.intra_op.solvers.propagate": _REPORTS,
+    "autopar.intra_op.solvers.pulp": _REPORTS,
+}
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
     "autopar.capture.dtypes.autocast": "asks autocast what it casts",
@@ -189,6 +200,19 @@ def private_torch(tree: ast.Module) -> set[str]:
 def test_private_torch_stays_in_named_files() -> None:
     used = {module: private_torch(tree) for module, (_, tree) in modules().items()}
     check({module: names for module, names in used.items() if names}, PRIVATE_TORCH)
+
+
+def test_planning_reads_no_clock() -> None:
+    """A clock that decides what is planned makes plans depend on what else the machine does."""
+    rooms = ("cli", "session", "runtime", "launch")
+    reading = {
+        name: "time"
+        for name, (_, tree) in modules().items()
+        if name.split(".")[1:2] and name.split(".")[1] not in rooms
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and "time" in {alias.name for alias in node.names}
+    }
+    check(dict(reading), CLOCKS)
 
 
 @pytest.mark.parametrize("room", ["ir", "plan"])

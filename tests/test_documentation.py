@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -19,16 +22,21 @@ ELSEWHERE = ("pip install", "make ", "autopar plan llama", "autopar explain plan
 ELSEWHERE = (*ELSEWHERE, "autopar emit")
 
 
-def run(page: str, folder: Path) -> list[str]:
-    """Write the files of a page to a folder and run its commands there, one after another."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+def written(page: str, folder: Path) -> list[re.Match[str]]:
+    """The blocks of a page, of which those with a title are written to files of the folder."""
     blocks = list(BLOCK.finditer((ROOT / page).read_text("utf-8")))
     for block in blocks:
         if block["title"] is not None:
             (folder / block["title"]).write_text(block["text"], encoding="utf-8")
+    return blocks
+
+
+def run(page: str, folder: Path) -> list[str]:
+    """Write the files of a page to a folder and run its commands there, one after another."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = []
-    for block in blocks:
+    for block in written(page, folder):
         commands = block["text"].splitlines() if block[1] == "sh" else []
         for command in commands:
             if command.startswith(ELSEWHERE):
@@ -42,9 +50,25 @@ def run(page: str, folder: Path) -> list[str]:
     return done
 
 
+def train_in(folder: Path) -> None:
+    os.chdir(folder)
+    runpy.run_path("train.py", run_name="__main__")
+
+
 def test_the_readme_trains(tmp_path: Path) -> None:
-    assert run("README.md", tmp_path) == ["torchrun --standalone --nproc-per-node 4 train.py"]
+    written("README.md", tmp_path)
+    script = tmp_path / "train.py"
+    text = script.read_text("utf-8")
+    assert "range(10)" in text
+    script.write_text(text.replace("range(10)", "range(2)"), encoding="utf-8")
+    run_ranks(train_in, tmp_path)
     assert (tmp_path / "plan.toml").exists()
+    assert (tmp_path / "out" / "program.py").exists()
+
+
+@pytest.mark.slow  # torchrun starts four processes that import torch and transformers
+def test_the_command_of_the_readme_trains(tmp_path: Path) -> None:
+    assert run("README.md", tmp_path) == ["torchrun --standalone --nproc-per-node 4 train.py"]
     assert (tmp_path / "out" / "program.py").exists()
 
 

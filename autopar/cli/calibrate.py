@@ -144,9 +144,7 @@ def _process(rank: int, text: str, extent: Extent, folder: str) -> None:
 def _measure(mesh: Mesh, extent: Extent, file: Path) -> None:
     """Measures with all processes; the first shows progress and writes the result."""
     first = not dist.is_initialized() or dist.get_rank() == 0
-    device = local_device()
-    if torch.cuda.is_available() and not dist.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = local_device(mesh)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     chosen = settings(device, extent.quick)
     with _progress(extent.quiet or not first) as progress:

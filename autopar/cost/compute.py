@@ -13,6 +13,8 @@ NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) ex
                         in 16 bits, and a term takes at least `k_latency`, however small the tile
     split k             if tiles are few, several processors share one and their parts are added
     clocks              a long kernel computes at lower clocks than a short one
+    alignment           matrix units are fed 16 bytes at a time: rows that begin elsewhere take
+                        narrower loads (the guide's section 2.1)
 
 A library tries several tiles and splits; the fastest counts. Time grows with each of m, n and k.
 A convolution is an implicit product of pixels, channels and kernel (Chetlur et al., "cuDNN", arXiv
@@ -32,10 +34,15 @@ from autopar.cost.attention_seconds import NAMES as ATTENTION
 from autopar.cost.attention_seconds import attention_seconds
 from autopar.cost.device import Device
 from autopar.cost.work import Convolved, Gemm
+from autopar.ir.tensor import DTYPE_BYTES
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
 _NARROW = 8  # vector units may be faster with fewer rows or columns than this
 _BLEND = 3.0
+# The share of the rate that is left where rows begin at multiples of so many bytes only. Of 2 and 4
+# bytes: a vocabulary of 50257 in bf16 and in tf32 on an H200 (benchmarks/results/products.csv); of
+# 8 bytes, which was not measured, the mean of the logarithms of 4 and 16.
+_UNALIGNED = {2: 0.135, 4: 0.357, 8: 0.597}
 
 
 def kernel_seconds(
@@ -112,12 +119,20 @@ def _operand_seconds(device: Device, nbytes: float) -> float:
     return (slow / table.memory_small + rest) / device.memory_bandwidth
 
 
+def _alignment(gemm: Gemm, dtype: str) -> int:
+    """Returns the largest power of two of bytes that divides the rows of a product."""
+    size = {"tf32": 4, "f8": 1}.get(dtype) or DTYPE_BYTES[dtype]
+    return (gemm.rows & -gemm.rows) * size
+
+
 def gemm_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
     """Returns the computing seconds of matrix products at full clocks, if memory keeps up."""
     if not gemm.flops:
         return 0.0
     table, rate = device.products, device.rate(dtype, matmul=True)
     peak = rate * table.efficiency / device.processors
+    if rate > device.rate(dtype, matmul=False):  # on matrix units
+        peak *= _UNALIGNED.get(_alignment(gemm, dtype), 1.0)
     # Starts and steps along k take proportionally longer in a slower dtype.
     slower = device.rate("f16", matmul=True) / rate
     start, latency = table.k_half / slower, table.k_latency * slower

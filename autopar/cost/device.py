@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ _MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
 _TABLES = ("products", "attention", "links", "convolutions")
 Table = TypeVar("Table", bound=Row)
 PLAIN = Convolutions()  # as fast as products
+_ROUNDED = 0.08  # by which names round sizes of memory: 80 GB are 85.0 or 81.6 billion bytes
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -207,6 +209,25 @@ def device(mesh: Mesh) -> Device:
         todo="use one of those, or describe the device by its 16-bit matmul peak, memory and "
         f'memory bandwidth: "{mesh.device}[400TFLOP/s 64GiB 1.6TB/s]: {axes}"',
     )
+
+
+def name_of_product(product: str, memory: float) -> str:
+    """Returns the name in devices.toml of a product, as its driver names it.
+
+    "NVIDIA A100-SXM4-80GB" is A100-80, "NVIDIA H100 PCIe" is H100-PCIe. Of several names that fit,
+    the one with most words is chosen. A product that is not in devices.toml keeps its own name,
+    with hyphens for spaces, as a mesh can have it.
+
+    Args:
+        product: the driver's name, as `torch.cuda.get_device_name` returns it.
+        memory: bytes of memory, which tells apart products of one name.
+    """
+    words = set(re.split(r"[\s-]+", product.upper()))
+    gigabytes = {f"{size}" for size in range(1, 1025) if abs(size * 1e9 / memory - 1) < _ROUNDED}
+    words |= gigabytes | {word.removesuffix("GB") for word in words}
+    names = (entry.name for entry in devices())
+    fitting = [name for name in names if set(name.upper().split("-")) <= words]
+    return max(fitting, key=lambda name: name.count("-"), default="-".join(product.split()))
 
 
 def refuse_unlike(mesh: Mesh) -> None:

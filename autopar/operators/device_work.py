@@ -10,12 +10,18 @@ CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
 @dataclass(frozen=True)
 class Gemm:
-    """`batch` matrix products of m x k by k x n elements, on one device."""
+    """`batch` matrix products of m x k by k x n elements, on one device.
+
+    Attributes:
+        rows: a number of elements that the rows of operands and results in memory are all a
+            multiple of; 0 if it does not matter, as in tiles that a kernel lays out itself.
+    """
 
     batch: int
     m: int
     n: int
     k: int
+    rows: int = 0
 
     @property
     def flops(self) -> float:

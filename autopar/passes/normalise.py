@@ -13,6 +13,7 @@ from autopar.passes.experts.looped_experts import find_looped
 from autopar.passes.experts.repeated_tokens import join_repeated
 from autopar.passes.experts.stacked_results import add_stacked
 from autopar.passes.kernel_parts import part_kernels
+from autopar.passes.known_comparisons import drop_known_comparisons
 from autopar.passes.linear import lower_linears
 from autopar.passes.loss.means import lower_means
 from autopar.passes.masks.attention_masks import (
@@ -35,6 +36,7 @@ NORMALISING: tuple[Pass, ...] = (
     drop_identities,
     lower_splits,
     lower_linears,
+    drop_known_comparisons,
     split_fused,
     find_mixtures,
     add_stacked,

@@ -30,7 +30,8 @@ def with_simulated(
 
     These are its peak memory, including the allocator's reserve. If the plan specifies how kernels
     are executed, they also include the seconds of the update, and the seconds in which the device
-    waits for its host; for a stage, its pipeline counts these.
+    waits for its host; for a stage, its pipeline counts these. An update that multiplies matrices,
+    such as Muon's, always counts, because it may take as long as the backward.
 
     Args:
         graph: the prepared graph.
@@ -51,7 +52,7 @@ def with_simulated(
     if repeated is not None:
         fixed, kept = fixed_bytes(step), kept_bytes(step)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
-    elif graph.execution != AS_WRITTEN:
+    elif graph.execution != AS_WRITTEN or any(rule.products for rule in plan.update.rules):
         updated, waiting = updating(timeline), 0.0
         if settings.host is not None:
             waiting = run(step, model, slowdown, settings.host).seconds - timeline.seconds

@@ -4,8 +4,9 @@ The problem does not count the buffers of resharding between two operators. If a
 peak exceeds the limit, the problem gets that much less memory and is solved again, starting from
 the previous choice. The last attempt is close to the smallest plan there is.
 
-Near the least memory, a good choice is found soon but takes long to prove optimal. Therefore every
-solve has a time limit that grows with the problem, and a plan records its gap to the bound.
+Near the least memory, a good choice is found soon but takes long to prove optimal. Therefore the
+work of every solve is limited, and a plan records its gap to the bound. Work is counted, not timed:
+the same input gives the same plan on every machine, however busy.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ EXACT = 1e-6  # the relative gap at which a choice counts as optimal
 ALIKE = 1e-3  # relative difference in seconds at which plans of a stage count as equal
 TRIES = 4  # plans to simulate until one fits
 SLACKS = (1.02, 1.1, 1.5)  # limits to try, in units of the least memory of all nodes
-# Time limit of a solve within a memory limit: a base, plus a part for each pair of choices of an
-# edge, up to a maximum. The base allows for a busy machine and for loading compiled code.
-LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
-LARGE_SECONDS = 3.0  # work of a search that reductions leave too large for a proof
-LATER = 0.4  # fraction of the time limit for a solve that starts from a choice
-SOON = 0.02  # the same, if a gap to the optimum is accepted
+# Work of a solve in seconds of a slow core: a base, plus a part for each pair of choices of an
+# edge, up to a maximum.
+LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 3.0, 1e-5, 20.0
+LATER = 0.4  # fraction of the work for a solve that starts from a choice
+SOON = 0.1  # the same, if a gap to the optimum is accepted
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,13 @@ def solved(
     """
     problem = replace(built.problem, memory_limit=max(allowed, 0.0))
     limited = replace(built, problem=problem)
-    start, seconds = before.choice if before else None, _seconds(problem)
+    start, most = before.choice if before else None, _work(problem)
 
     def once(problem: Problem) -> Solution:
         nonlocal start
         share = LATER if gap <= EXACT else SOON
-        limit = seconds if start is None else share * seconds
-        options = {"start": start, "time_limit": limit, "gap": gap}
-        options["work"] = min(limit, LARGE_SECONDS)
-        solution = solve(problem, solver=solver, **_supported(solver, options))
+        work = most if start is None else share * most
+        solution = solve_by_work(problem, solver, work, start=start, gap=gap)
         start = solution.choice
         return solution
 
@@ -161,15 +159,25 @@ def _smallest(planned: Planned, least: float, before: Fitted | None) -> Fitted:
     return before or planned(math.inf, None)
 
 
-def _seconds(problem: Problem) -> float:
-    """Returns the time limit of a solve in seconds."""
-    if problem.memory_limit is None or math.isinf(problem.memory_limit):
-        return MOST_SECONDS
+def solve_by_work(problem: Problem, solver: str, work: float, **options: Any) -> Solution:
+    """Solves a problem within seconds of counted work, or of the clock if the solver counts none.
+
+    Args:
+        problem: what to solve.
+        solver: name of the solver.
+        work: seconds of a slow core.
+        **options: further options, used as far as the solver takes them and they are not None.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing was found within the limit.
+    """
+    known = inspect.signature(find(solver)).parameters
+    options |= {"work": work, "time_limit": math.inf if "work" in known else work}
+    taken = {name: each for name, each in options.items() if name in known and each is not None}
+    return solve(problem, solver=solver, **taken)
+
+
+def _work(problem: Problem) -> float:
+    """Returns the work of a solve in seconds."""
     pairs = sum(edge.cost.size for edge in problem.edges)
     return min(LEAST_SECONDS + PAIR_SECONDS * pairs, MOST_SECONDS)
-
-
-def _supported(solver: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that a solver takes."""
-    known = inspect.signature(find(solver)).parameters
-    return {name: value for name, value in options.items() if name in known and value is not None}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import ProgramError
+from autopar.runtime.ranks.shared import backend
 
 WARM = 3  # eager steps before the capture
 Inputs = Mapping[str, Tensor]
@@ -36,8 +37,8 @@ def refuse(device: torch.device, *, random: bool, offloaded: bool, counted: bool
     why, todo = "", "omit cuda_graph"
     if device.type != "cuda":
         why = f"it runs on a device of type {device.type}, which has no CUDA graphs"
-    elif dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "nccl":
-        why = f"collectives of {dist.get_backend()} run on the host"
+    elif dist.is_initialized() and dist.get_world_size() > 1 and backend() != "nccl":
+        why = f"collectives of {backend()} run on the host"
     elif random:
         why = "its random numbers are seeded on the host in every step"
     elif offloaded:

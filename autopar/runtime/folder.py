@@ -165,7 +165,7 @@ class OpenProgram:
         source = read(folder / "program.py", read_text)
         compare_ranks({"program.py": source, "program.toml": text_of(settings)})
         program = Generated.of(load(source, str(folder / "program.py")))
-        runtime = Runtime(program.mesh, local_device())
+        runtime = Runtime(program.mesh, local_device(program.mesh))
         self.rank = runtime.rank
         self.example = read(folder / "batch.safetensors", load_file)
         self.executor = Executor(

@@ -190,8 +190,9 @@ class Compiled:
     ) -> Executor | Pipeline:
         """Starts the program of all ranks, or of the replica that `peers` form."""
         plan = self.plan.inner
+        device = local_device(plan.mesh)
         if not plan.is_pipeline:
-            runtime = Runtime(plan.mesh, local_device(), peers=peers)
+            runtime = Runtime(plan.mesh, device, peers=peers)
             return Executor(
                 modules[0], runtime, values, training, tied=self.tied,
                 cuda_graph=running.cuda_graph,
@@ -199,7 +200,7 @@ class Compiled:
         placement = self.placement.on(peers.ranks)
         refuse_for_stages(plan, placement, running)
         return Pipeline(
-            modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
+            modules, placement, self.inputs, device, values, training, tied=self.tied,
             peers=peers, cuda_graph=running.cuda_graph,
         )  # fmt: skip
 

@@ -11,9 +11,9 @@ from autopar.simulate.engine import issue_seconds, issued_seconds, run
 from autopar.simulate.settings import Settings, settings_on
 from autopar.simulate.step import tasks
 from autopar.simulate.task import Task, fixed_bytes, kept_bytes
-from autopar.simulate.timeline import Span, Timeline
+from autopar.simulate.timeline import Span, Timeline, covered
 
 __all__ = [
-    "Settings", "Span", "Task", "Timeline", "fixed_bytes", "issue_seconds",
-    "issued_seconds",     "kept_bytes", "run", "settings_on", "tasks",
+    "Settings", "Span", "Task", "Timeline", "covered", "fixed_bytes", "issue_seconds",
+    "issued_seconds", "kept_bytes", "run", "settings_on", "tasks",
 ]  # fmt: skip

@@ -11,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cost.work import Work, adamw_work, optimizer_work, rounding_work
+from autopar.cost.work import (
+    Work,
+    adamw_work,
+    optimizer_work,
+    products_works,
+    rounding_work,
+)
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
@@ -41,6 +47,7 @@ class Updated:
         states: bytes of the states that its rule names.
         coming: bytes of states that come from host memory for the update, if they are kept there.
         owned: set if one device updates all of it, for the others.
+        products: products of matrices by which this device updates it alone.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Updated:
     states: float = 0.0
     coming: float = 0.0
     owned: Owned | None = None
+    products: tuple[Work, ...] = ()
 
 
 def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
@@ -94,6 +102,7 @@ def updated_in(
     states = coming - nbytes * master
     path = owner_hops(rule, storage, own, mesh) if node.requires_grad else ()
     owned = Owned(node.name, own, rule, path) if path else None
+    alone = node.requires_grad and not path
     cast = sent != own if last else master
     return Updated(
         node.name,
@@ -107,6 +116,7 @@ def updated_in(
         states,
         coming,
         owned,
+        products_works(rule.products, own) if alone else (),
     )
 
 
@@ -126,6 +136,7 @@ def update_works(
         return [Work("optimizer", 12 * values, each * values, trained[0].dtype)]
     dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
     works = [optimizer_work(nbytes, sum(each.states for each in trained), dtype)]
+    works += [work for each in trained for work in each.products]
     left = [each for each in trained if each.rounded]
     if fused:
         works = _adamw_works(trained, bucket)

@@ -36,6 +36,15 @@ class Span:
         return self.end - self.start
 
 
+def covered(spans: Iterable[Span]) -> float:
+    """Returns the seconds in which at least one task of some spans runs."""
+    seconds = until = 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        seconds += max(span.end - max(span.start, until), 0.0)
+        until = max(until, span.end)
+    return seconds
+
+
 @dataclass(frozen=True)
 class Usage:
     """Memory over a step.

@@ -121,8 +121,9 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     words = ["loss=steps"] if run.tp > 1 else [f"loss={run.loss}"] if run.loss else []
     if run.compiled:
         words.append("compiled=blocks")
-    if run.float8:
-        words.append(f"linears=float8{'-rows' * run.rowwise}")
+    if run.linears:
+        words.append(f"linears={run.linears}")
+        words += ["joined"] if run.asynchronous else []
     axes = {"dp": run.fsdp // run.cp, "cp": run.cp, "tp": run.tp}
     given: list[pins.PinFunction] = [pins.data_parallel("dp")]
     given += [pins.megatron_sp("tp")] if run.tp > 1 else []

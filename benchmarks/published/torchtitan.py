@@ -64,8 +64,8 @@ KEPT = ("wq", "wv", "w1", "w2")  # what selective checkpointing keeps of the lin
 class Run:
     """One row; `seq` is what a device has of a sequence, `fsdp` counts those of `cp` too.
 
-    `loss` is "compiled" where torchtitan compiled its loss, as it does since 2025 (a comment in its
-    train.py of December 2024 says that it was turned off).
+    `blockwise` is mxfp8, a scale for 32 values. `loss` is "compiled" where torchtitan compiled its
+    loss, as it does since 2025 (its train.py of December 2024 says that it was turned off).
     """
 
     model: str
@@ -77,10 +77,18 @@ class Run:
     asynchronous: bool = False
     full: bool = False
     rowwise: bool = False
+    blockwise: bool = False
     seq: int = 8192
     cp: int = 1
     device: str = DEVICE
     loss: str = ""
+
+    @property
+    def linears(self) -> str:
+        """Returns the 8-bit format of the layers' linears, "" for none."""
+        if self.blockwise:
+            return "mxfp8"
+        return f"float8{'-rows' * self.rowwise}" if self.float8 else ""
 
     @property
     def tokens(self) -> int:

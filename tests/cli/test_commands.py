@@ -241,7 +241,7 @@ def test_help_shows_an_example_of_every_command() -> None:
         ({"--mesh": "H100 gpu 4"}, "cannot read"),
         ({"MODEL": "gpt22"}, "no model is named 'gpt22'"),
         ({"MODEL": "missing.py:run"}, "there is no such file"),
-        ({"--memory": "1KiB"}, "no plan fits"),
+        ({"--memory": "1KiB", "--mesh": "H100: gpu=2", "--layers": "1"}, "no plan fits"),
         ({"--memory": "lots"}, "cannot read the quantity 'lots'"),
         ({"--pin": "model.norm.weight"}, "cannot read the pin"),
         ({"--pin": "model.nothing=[64]"}, "name nothing"),

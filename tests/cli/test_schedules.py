@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopar.cli import main
+from autopar.inter_op import schedules as package
+from autopar.inter_op.laws import law
 from autopar.inter_op.schedules import schedule, schedules
 from autopar.ir.action import format_row, parse_row
 
@@ -48,6 +50,20 @@ def test_sizes_that_a_schedule_does_not_take_stand_in_the_list() -> None:
     line = next(line for line in lines if line.startswith("chimera"))
     assert "even number" in line
     assert line.split()[1:4] == ["-", "-", "-"]
+
+
+def test_a_method_in_one_more_file_is_listed_drawn_and_priced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(next(iter(package.__path__)), "two_buffered.py").read_text("utf-8")
+    (tmp_path / "mine.py").write_text(source.replace('NAME = "2bw"', 'NAME = "mine"'))
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    found = json.loads(run("--stages", 4, "--microbatches", 8, "--json").stdout)
+    listed = {item["name"]: item for item in found["schedules"]}
+    same = {key: value for key, value in listed["2bw"].items() if key != "name"}
+    assert listed["mine"] == {**same, "name": "mine"}
+    assert "UPDATE0.-1" in run("mine", "--stages", 4, "--microbatches", 8, "--complete").stdout
+    assert law("mine").fill(4, 8) == law("2bw").fill(4, 8) == 0
 
 
 def test_a_picture_has_a_line_for_each_rank() -> None:

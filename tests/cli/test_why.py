@@ -226,6 +226,7 @@ def test_what_does_not_fit_says_by_how_much(ask: Callable[..., Any]) -> None:
     assert enough["excess"] == 0
 
 
+@cache
 def too_little(layout: str) -> float:
     """Memory that no plan with that layout fits into, but some into a little more: by bisection."""
     low, high = 0.0, planned("up.weight", layout, float("inf")).predicted.peak_bytes

@@ -298,3 +298,21 @@ def test_winograd_saves_products_in_f32_only() -> None:
             for winograd in (True, False)
         )
         assert (one > 1.5 * other) == faster
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "at_least"), [("bf16", 1, 5), ("bf16", 2, 2), ("tf32", 1, 2)]
+)
+def test_rows_that_begin_anywhere_slow_matrix_units_down(
+    dtype: str, rows: int, at_least: float
+) -> None:
+    # A vocabulary of 50257 words took 7 times as long as one of 50304 in bf16 on an H200.
+    chip = device(Mesh.parse("H200: gpu=1"))
+    aligned, unaligned, unknown = (
+        gemm_seconds(chip, Gemm(1, 16384, 50304, 768, rows=length), dtype)
+        for length in (768, rows, 0)
+    )
+    assert unaligned > at_least * aligned
+    assert unknown == aligned
+    plain = [gemm_seconds(chip, Gemm(1, 16384, 50304, 768, rows=r), "f32") for r in (1, 768)]
+    assert plain[0] == plain[1]  # vector units load single numbers

@@ -61,6 +61,7 @@ def _of_tensors(mine: Mapping[str, Tensor], its: Mapping[str, Tensor]) -> float:
     if mine.keys() != its.keys():
         return float("inf")
     names = [name for name in its if its[name].is_floating_point()]
+    mine = {name: value.cpu() for name, value in mine.items()}
     equal = all(torch.equal(mine[name], its[name]) for name in its if name not in names)
     size = {name: float(its[name].norm()) / max(its[name].numel(), 1) ** 0.5 for name in names}
     errors = [0.0 if equal else float("inf")]

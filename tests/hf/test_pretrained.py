@@ -153,7 +153,6 @@ def adapt(folder: Path) -> None:
 
 def on_two(folder: Path) -> None:
     save(folder, llama, state="zero3", pins=data_parallel("data"))
-    save(folder, gpt2, stages=2, microbatches=2)
     save(folder, mixtral)
     refuse(folder)
     adapt(folder)
@@ -161,3 +160,12 @@ def on_two(folder: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     run_ranks(on_two, tmp_path, count=2)
+
+
+def stages_on_two(folder: Path) -> None:
+    save(folder, gpt2, stages=2, microbatches=2)
+
+
+@pytest.mark.slow
+def test_stages_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(stages_on_two, tmp_path, count=2)

@@ -48,6 +48,7 @@ class World:
     memory: float
     seed: int
     asked: list[tuple[object, ...]] = field(default_factory=list)
+    transfers: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def room(self, part: SubMesh) -> float:
         """Bytes of a device; those of the second part have half as much again."""
@@ -88,8 +89,10 @@ class World:
         )
 
     def transfer(self, border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
-        draw = self._random(border, name(before), name(behind), count)
-        return float(draw.uniform(0, 0.5)) / count
+        between = border, name(before), name(behind), count
+        if between not in self.transfers:
+            self.transfers[between] = float(self._random(*between).uniform(0, 0.5)) / count
+        return self.transfers[between]
 
     def search(self, laws: Sequence[Law], **options: object) -> StageSearchResult:
         return partition(

@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_choice(
 ) -> None:
     """Work ends the search here, since the clock stands still."""
     monkeypatch.setattr(search_large, "LARGE", 0)
-    monkeypatch.setattr("autopar.intra_op.solvers._search.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("autopar.intra_op.solvers._budget.time.perf_counter", lambda: 0.0)
     problem, _ = solved[0]
     found = [solve(problem, "ilp", time_limit=0.5, seed=1, gap=0.0) for _ in range(2)]
     assert found[0].choice == found[1].choice

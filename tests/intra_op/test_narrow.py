@@ -65,7 +65,7 @@ def test_the_optimum_stays_and_the_bound_is_below_it(share: float) -> None:
     further = 0
     for problem in PROBLEMS:
         dual, best, target = bounded(problem, share)
-        found = narrow(dual, target, "", unknown, lambda: False)
+        found = narrow(dual, target, "", unknown, lambda work: False)
         further += len(found.flat.cost) < len(found.layers[0].flat.cost)
         assert found.dual.bound <= best * (1 + 1e-12)
         every, price = prices(found.flat)
@@ -81,7 +81,7 @@ def test_below_the_optimum_there_is_nothing() -> None:
     for problem in PROBLEMS:
         dual, _, target = bounded(problem, 0.98)
         try:
-            found = narrow(dual, target, "", unknown, lambda: False)
+            found = narrow(dual, target, "", unknown, lambda work: False)
         except InfeasibleError:
             refuted += 1
             continue
@@ -91,28 +91,28 @@ def test_below_the_optimum_there_is_nothing() -> None:
 
 def test_a_better_price_met_on_the_way_is_the_target() -> None:
     dual, best, target = bounded(PROBLEMS[3], 1.3)
-    found = narrow(dual, target, "", lambda guesses: 1.1 * best, lambda: False)
+    found = narrow(dual, target, "", lambda guesses: 1.1 * best, lambda work: False)
     assert found.target == 1.1 * best
     assert prices(found.flat)[1].min() == pytest.approx(best, rel=1e-12)
 
 
 def test_no_further_round_out_of_time() -> None:
     dual, _, target = bounded(PROBLEMS[0], 1.3)
-    assert len(narrow(dual, target, "", unknown, lambda: True).layers) == 1
+    assert len(narrow(dual, target, "", unknown, lambda work: True).layers) == 1
 
 
 def test_a_much_better_price_begins_the_program_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program is given up for a smaller one when its optimum is met long before its end."""
     given_up = []
 
-    def early(stated: Any, seconds: float, gap: float, report: Any, *rest: Any) -> Any:
+    def early(stated: Any, budget: Any, gap: float, report: Any, *rest: Any) -> Any:
         last: list[Ints] = []
 
         def keep(bound: float, choice: Ints | None) -> bool:
             last[:] = last if choice is None else [choice]
             return True
 
-        status, bound = solve_program(stated, seconds, gap, keep, *rest)
+        status, bound = solve_program(stated, budget, gap, keep, *rest)
         if last and not report(-math.inf, last[-1]):
             given_up.append(stated)
             return "stopped", -math.inf

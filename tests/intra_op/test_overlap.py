@@ -123,7 +123,10 @@ class Two(nn.Module):
         return F.relu(self.up(x)).mul(0.5).sum()
 
 
-@pytest.mark.parametrize(("width", "batch"), [(4096, 64), (512, 65536), (4096, 16384)])
+@pytest.mark.parametrize(
+    ("width", "batch"),
+    [(4096, 64), (512, 65536), pytest.param(4096, 16384, marks=pytest.mark.slow)],
+)
 def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, batch: int) -> None:
     mesh = Mesh.parse("H100: gpu=2")
     graph = prepare(

@@ -39,9 +39,13 @@ def test_every_rule_is_proved_on_its_examples(op: str) -> None:
     assert report.proved, str(report)
 
 
-@pytest.mark.parametrize("op", dict.fromkeys(form.op for form in forms().values()))
+WITH_FORMS = list(dict.fromkeys(form.op for form in forms().values()))
+ATTENTION = "aten.scaled_dot_product_attention"  # has the most forms, layouts and examples
+
+
+@pytest.mark.parametrize("op", WITH_FORMS)
 def test_every_form_is_proved_on_its_examples(op: str) -> None:
-    report = prove_forms(RULES[op])
+    report = prove_forms(RULES[op], (2,) if op == ATTENTION else (2, 3))
     assert report.proved, str(report)
     further = {text for form in forms_of(op) for text in form.meshes}
     ways = [
@@ -52,6 +56,12 @@ def test_every_form_is_proved_on_its_examples(op: str) -> None:
         for strategy, _ in form_strategies(case.node, case.types, mesh)
     ]
     assert set(ways) == {form.name for form in forms_of(op)}  # none goes without a proof
+
+
+@pytest.mark.slow
+def test_every_form_of_attention_is_proved_on_uneven_parts() -> None:
+    report = prove_forms(RULES[ATTENTION], (2, 3))
+    assert report.proved, str(report)
 
 
 ALIASED = (

@@ -13,6 +13,7 @@ from autopar.errors import InfeasibleError, MissingDependencyError, ProblemError
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import critical_times, reduce
 from autopar.intra_op.solvers import _search, solve, solvers
+from autopar.intra_op.solvers._budget import Budget
 from autopar.intra_op.solvers._integer import cbc, integer_program
 
 EXACT = 1e-9  # relative; what is left is the rounding of sums
@@ -250,7 +251,7 @@ def test_the_least_attainable_peak_is_in_the_message() -> None:
 def test_cbc_takes_over_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer_program.importlib.util, "find_spec", lambda name: None)
     try:
-        cbc._cbc(1.0, 0.0)
+        cbc._cbc(Budget(1.0), 0.0, 1)
     except MissingDependencyError:
         pytest.skip("PuLP comes without CBC here")
     steps: list[str] = []

@@ -10,6 +10,7 @@ import pytest
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.reduce import flatten
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.solvers._budget import Budget
 from autopar.intra_op.solvers._moves import descend, holds, kicks, local
 from autopar.intra_op.solvers._search import Search
 from autopar.intra_op.solvers._trees import trees
@@ -140,6 +141,6 @@ def test_kicks_end_before_the_limit_however_long_they_take(monkeypatch: pytest.M
         return True  # never idle: only the limit ends it
 
     monkeypatch.setattr(Search, "shake", slow)
-    monkeypatch.setattr(Search, "elapsed", lambda self: clock[0])
+    monkeypatch.setattr(Budget, "elapsed", lambda self: clock[0])
     found = solve(crowded(4, 40, 50), "local_search", time_limit=60.0, gap=0.0)
     assert 40.0 < found.seconds <= 57.0

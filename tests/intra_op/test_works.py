@@ -72,9 +72,10 @@ def test_a_linear_is_three_products_and_the_sum_of_the_bias() -> None:
     x, w, b = torch.randn(6, 10, 8), torch.randn(12, 8), torch.randn(12)
     work = of(F.linear, x, w, b, op="aten.linear")
     flops, nbytes = 2.0 * 60 * 12 * 8, 4 * (60 * 8 + 12 * 8 + 60 * 12)
-    assert work.forward == (Work("aten.linear", flops, nbytes + 4 * 12, "f32", Gemm(1, 60, 12, 8)),)
+    gemm = Gemm(1, 60, 12, 8, rows=4)  # of 8 and of 12 elements
+    assert work.forward == (Work("aten.linear", flops, nbytes + 4 * 12, "f32", gemm),)
     gradients = {w.gemm: w for w in work.backward}
-    assert set(gradients) == {Gemm(1, 60, 8, 12), Gemm(1, 8, 12, 60), None}
+    assert set(gradients) == {Gemm(1, 60, 8, 12, rows=4), Gemm(1, 8, 12, 60, rows=4), None}
     for gemm, kernel in gradients.items():
         if gemm is not None:
             assert (kernel.flops, kernel.nbytes) == (flops, nbytes)
@@ -84,14 +85,14 @@ def test_a_linear_is_three_products_and_the_sum_of_the_bias() -> None:
 @pytest.mark.parametrize(
     ("function", "shapes", "op", "gemm"),
     [
-        (torch.bmm, ((4, 6, 8), (4, 8, 10)), "aten.bmm", Gemm(4, 6, 10, 8)),
-        (torch.matmul, ((2, 4, 6, 8), (4, 8, 10)), "aten.matmul", Gemm(4, 12, 10, 8)),
-        (torch.mv, ((6, 8), (8,)), "aten.mv", Gemm(1, 6, 1, 8)),
+        (torch.bmm, ((4, 6, 8), (4, 8, 10)), "aten.bmm", Gemm(4, 6, 10, 8, rows=2)),
+        (torch.matmul, ((2, 4, 6, 8), (4, 8, 10)), "aten.matmul", Gemm(4, 12, 10, 8, rows=2)),
+        (torch.mv, ((6, 8), (8,)), "aten.mv", Gemm(1, 6, 1, 8, rows=8)),
         (
             lambda a, b: torch.einsum("bij,bkj->bik", a, b),
             ((4, 6, 8), (4, 10, 8)),
             "aten.einsum",
-            Gemm(4, 6, 10, 8),
+            Gemm(4, 6, 10, 8, rows=2),
         ),
         (F.conv2d, ((2, 4, 8, 8), (6, 4, 3, 3)), "aten.conv2d", Gemm(1, 2 * 36, 6, 36)),
     ],

@@ -158,18 +158,25 @@ def test_joined_linears_cost_what_one_linear_with_all_columns_does() -> None:
         assert gemms == {work.gemm for work in whole.backward}
 
 
-def test_linears_in_8_bits_are_cast_once_for_a_value_and_once_for_each_product_by_rows() -> None:
-    for text, inputs in (("compiled=blocks linears=float8", 1), ("linears=float8-rows", 2)):
+def test_linears_in_8_bits_are_cast_once_or_by_rows_and_blocks_for_each_product() -> None:
+    for text, inputs, each in (
+        ("compiled=blocks linears=float8", 1, 5),
+        ("linears=float8-rows", 2, 5),
+        ("linears=mxfp8", 2, 3 + 1 / 32),  # a block of 32 is read once, and has a scale
+    ):
         graph = captured(Blocks(), text)
         made = works(graph)
         first = [n for n in graph.folded if n.part.narrow and n.type.shape[-1] == INNER]
         cast = sum(made[n.name].forward[0].nbytes for n in first)
-        assert cast == 5 * (inputs * ROWS * SIZE + 2 * SIZE * INNER)
+        assert cast == each * (inputs * ROWS * SIZE + 2 * SIZE * INNER)
         assert all(work.dtype == "f8e4" for n in first for work in made[n.name].forward[1:])
+        if inputs == 2:  # backwards all operands but one along their other dimension
+            cast = sum(made[n.name].backward[0].nbytes for n in first)
+            assert cast == each * (inputs * ROWS * SIZE + 2 * SIZE * INNER + 2 * 2 * ROWS * INNER)
 
 
-def test_gathers_before_products_scaled_by_rows_do_not_run_beside_them() -> None:
-    """As torch recognises none (pytorch issue 149990); scaled tensor by tensor they do."""
+def test_collectives_run_beside_linears_in_8_bits_only_where_the_execution_says_so() -> None:
+    """Programs run them apart. torch joins all but gathers before rows (pytorch issue 149990)."""
 
     class Normed(Gated):
         def forward(self, x: Tensor) -> Tensor:
@@ -177,11 +184,18 @@ def test_gathers_before_products_scaled_by_rows_do_not_run_beside_them() -> None
             loss: Tensor = self.down(F.silu(self.up(y)) * self.gate(y)).square().mean()
             return loss
 
-    for text, beside in (("linears=float8", True), ("linears=float8-rows", False)):
+    for text, gathers, scatters in (
+        ("", True, True),
+        ("linears=float8", False, False),
+        ("linears=float8 joined", True, True),
+        ("linears=float8-rows joined", False, True),
+    ):
         graph = captured(Normed(), text)
+        linears = OverlappableLinears(graph)
         shares = [n for n in graph.folded if n.op == "autopar.share"]
-        found = [linear for share in shares for linear in OverlappableLinears(graph).readers(share)]
-        assert bool(found) == beside
+        assert any(linears.readers(share) for share in shares) == gathers
+        ends = [n for n in graph.folded if n.op == "aten.linear"]
+        assert any(linears.reader(linear) is not None for linear in ends) == scatters
 
 
 def test_a_loss_in_place_keeps_the_softmax_in_the_memory_of_the_logits() -> None:
@@ -271,7 +285,7 @@ def test_batch_statistics_are_complete_before_what_needs_them() -> None:
 def test_an_execution_and_its_graph_are_read_back() -> None:
     text = (
         "compiled=blocks merged together loss=steps reductions=steps convolutions=direct "
-        "linears=float8 host=eager "
+        "linears=float8 joined host=eager "
         "optimizer=28 reserve=0.15"
     )
     assert str(Execution.read(text)) == str(Execution.read(str(Execution.read(text))))

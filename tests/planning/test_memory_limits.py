@@ -125,6 +125,7 @@ def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> StagePlan:
     return make_plan(graph_of("gpt2", 2, 8), MESH, options, Trace(None))
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_simulated_peak_changes_nothing_and_one_below_is_kept() -> None:
     free = planned(1e12)
     peak = free.predicted.peak_bytes

@@ -88,7 +88,7 @@ def test_the_schedule_is_played_with_the_stages_figures(four: Simulated) -> None
     )
     alone = simulate(schedule("1f1b", 4, MICROBATCHES), costs, there, back)
     assert four.timeline.computed == alone.seconds
-    assert four.seconds == alone.seconds + max(s.once for s in four.stages)
+    assert four.seconds == alone.seconds + max(s.optimizer for s in four.stages)
     slowest = max(s.forward + s.backward for s in four.stages)
     assert four.seconds > MICROBATCHES * slowest
 
@@ -109,7 +109,7 @@ def test_stages_in_one_place_send_nothing() -> None:
     assert [s.arriving > 0 for s in found.stages] == [False, True, False, True]
     assert len(found.memory) == 2
     # The foot's device updates the second and the third stage, one behind the other.
-    once = [stage.once for stage in found.stages]
+    once = [stage.optimizer for stage in found.stages]
     last = max(once[0] + once[3], once[1] + once[2])
     assert found.seconds == pytest.approx(found.timeline.computed + last, rel=1e-12)
 
@@ -145,6 +145,24 @@ def test_stages_gather_what_others_send_them() -> None:
         )
         cost = built.problem.nodes[at].cost
         assert cost[whole] - cost[parts] == pytest.approx(once)
+
+
+def test_what_runs_side_by_side_counts_once() -> None:
+    """Linears beside collectives shorten both directions of a stage."""
+    model, batch = gpt2(2)
+    near = Mesh.parse("H100: stage=2, gpu=2")
+    found = []
+    for fuse in ((), ("async_tensor_parallel",)):
+        options = Options(
+            stages=2, microbatches=MICROBATCHES, pins=autopar.pins.megatron_sp("gpu"), fuse=fuse
+        )
+        call = Call(model, (), batch)
+        captured = capture_call(call, options, Trace(None), MICROBATCHES)
+        plan = plan_evenly(captured.graph, near, options, Trace(None))
+        found.append(simulated(stage_graphs(captured.graph, plan.ends, Trace(None)), plan, options))
+    for apart, beside in zip(found[0].stages, found[1].stages, strict=True):
+        assert beside.forward < apart.forward
+        assert beside.backward < apart.backward
 
 
 def test_both_halves_of_a_split_backward_recompute_the_blocks() -> None:

@@ -44,6 +44,7 @@ CLUSTER_DEVICE = device(CLUSTER)
 ROOMY = 1e12
 
 
+@cache
 def layered(layers: int, more: int = 0) -> Callable[[int], Layered]:
     """A small model of so many blocks, with `more` that its graph does not show."""
 

@@ -44,6 +44,7 @@ def test_every_stage_lies_on_one_kind_of_device(searched: Plan) -> None:
     assert Plan.from_toml(searched.to_toml()) == searched
 
 
+@pytest.mark.slow
 def test_no_equal_split_is_faster(searched: Plan) -> None:
     """Stages of equal time on one device, as on equal devices, on either part first."""
     groups = [Devices(part, 2 * number) for number, part in enumerate(CLUSTER.parts)]

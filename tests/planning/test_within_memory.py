@@ -12,7 +12,7 @@ from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.plan_entries import Prediction
-from autopar.planning.within_memory import LATER, Fitted, _seconds, _supported, fitting
+from autopar.planning.within_memory import LATER, Fitted, _work, fitting, solve_by_work
 from autopar.stage_plan import StagePlan
 
 LEAST = 30.0  # bytes that every choice holds at least
@@ -68,15 +68,13 @@ def test_a_refusal_names_the_smallest_that_was_found() -> None:
         fitting(Maker(lambda counted: 0.0, least=50.0), PROBLEM, 40.0, False)
 
 
-def test_small_problems_under_a_limit_have_less_time() -> None:
-    def of(size: int, limit: float | None) -> Problem:
+def test_large_problems_have_more_work() -> None:
+    def of(size: int) -> Problem:
         node = Choices("n", tuple(map(str, range(size))), (0.0,) * size, (1.0,) * size, (0, 1))
-        edge = Edge(0, 1, np.zeros((size, size)))
-        return Problem("p", (node, node), (edge,), limit)
+        return Problem("p", (node, node), (Edge(0, 1, np.zeros((size, size))),), 1e9)
 
-    free, small, large = (_seconds(of(*p)) for p in ((10, None), (10, 1e9), (3000, 1e9)))
-    assert small < 20 < large == free == 60
-    assert 0 < LATER < 1
+    small, large = (_work(of(size)) for size in (10, 3000))
+    assert 0 < LATER * small < small < large == 20
 
 
 def test_a_choice_to_begin_with_changes_no_optimum() -> None:
@@ -94,7 +92,7 @@ def test_a_choice_to_begin_with_changes_no_optimum() -> None:
             found = solve(problem, solver, start=start)
             assert found.objective == pytest.approx(best)
             assert evaluate(problem, found).feasible
-    said = {"start": (0,), "time_limit": 1.0}
-    assert _supported("ilp", said) == said
-    assert _supported("propagate", said).keys() <= {"time_limit"}
-    assert "start" not in _supported("ilp", {"start": None})
+    for solver in ("ilp", "auto", "local_search", "pulp", "greedy", "brute_force"):
+        with_options = solve_by_work(problem, solver, 1.0, start=(0,) * 6, gap=0.0)
+        assert evaluate(problem, with_options).feasible
+        assert with_options.objective >= best * (1 - 1e-9)

@@ -135,7 +135,7 @@ def test_all_programs_take_over_from_one_another() -> None:
 
 
 def test_buffers_and_frozen_parameters_go_along() -> None:
-    compare(counting, ["data parallel", "free", "zero3"])
+    compare(counting, ["free", "zero3"])
 
 
 def refusals() -> tuple[list[str], list[float]]:

@@ -91,7 +91,7 @@ class Case:
 
 CASES = {
     "batch norms": Case(Blocks),
-    "dropout": Case(lambda: Blocks(p=0.3)),
+    "dropout": Case(lambda: Blocks(p=0.3), methods=(*METHODS_OF_ONE_VERSION, "bounded")),
     "tied in all stages": Case(tied, 2, ("2bw", "vertical", "bounded")),
     "frozen in both stages": Case(lambda: frozen("layers.0", "norms.3", "norms.2.bias")),
     "a frozen stage": Case(lambda: frozen("layers.0", "layers.1", "norms.0", "norms.1")),

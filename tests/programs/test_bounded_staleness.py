@@ -56,7 +56,7 @@ def apart(folder: str, ahead: int) -> tuple[int, int, float]:
     return *told, waited
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_replica_is_ahead_by_as_many_steps_as_allowed_and_then_waits(
     tmp_path: Path, ahead: int
 ) -> None:
@@ -117,7 +117,7 @@ def by_names(axes: dict[str, int], names: tuple[str, ...]) -> float:
     state = program.state_dict()
     program.close()
     _, weights = simulated(FEW, 1, "adamw")
-    return max(float((state[name] - value).abs().max()) for name, value in weights.items())
+    return max(float((state[name].cpu() - value).abs().max()) for name, value in weights.items())
 
 
 def test_named_gradients_are_summed_apart() -> None:
@@ -131,7 +131,7 @@ def test_replicas_of_a_host_do_not_get_apart(names: tuple[str, ...]) -> None:
     assert max(run_ranks(by_names, {"node": 2, "gpu": 2}, names, count=4)) < 1e-12
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.1])
 def test_replicas_of_one_stage_train_as_stale_weights_do(clip: float | None) -> None:
     check_method(["bounded"], 1, 2, pins=PINS, clip_norm=clip)
 

@@ -203,16 +203,21 @@ def modes() -> None:
 
 
 def test_two_ranks() -> None:
-    run_ranks(every_way, ("data parallel", "zero3", "free", "1f1b"), count=2)
+    run_ranks(every_way, ("zero3", "1f1b"), count=2)
 
 
 def test_grid() -> None:
-    run_ranks(every_way, ("megatron", "interleaved"))
+    run_ranks(every_way, ("megatron",))
 
 
 @pytest.mark.slow
-def test_free_layouts_on_a_grid() -> None:
-    run_ranks(every_way, ("free grid",))
+def test_further_plans_on_two_ranks() -> None:
+    run_ranks(every_way, ("data parallel", "free"), count=2)
+
+
+@pytest.mark.slow
+def test_further_plans_on_a_grid() -> None:
+    run_ranks(every_way, ("free grid", "interleaved"))
 
 
 def test_ranks_whose_batches_differ_are_told_so() -> None:

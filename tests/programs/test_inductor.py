@@ -34,6 +34,7 @@ def compare(name: str, cases: list[Case]) -> None:
         assert error <= (SINES if rounds else TOLERANCE[case.dtype]), f"{case}: off by {error:.2g}"
 
 
+@pytest.mark.slow
 def test_two_ranks_in_parts_of_the_sequence() -> None:
     compare("llama", [Case(PAIR, "sequence", fuse=True, backend="aot_eager")])
 
@@ -76,7 +77,13 @@ def test_every_segment_is_compiled_once_and_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}], ids=str
+    "how",
+    [
+        {"recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
+        {"offload": "activations"},
+    ],
+    ids=str,
 )
 def test_what_is_kept_for_the_backward_may_be_elsewhere(how: dict[str, str]) -> None:
     assert stepped("aot_eager", **how)[0] == pytest.approx(stepped("eager", **how)[0], rel=1e-12)

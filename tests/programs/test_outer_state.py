@@ -34,9 +34,9 @@ def session_of(outer: str | None, mesh: str, **how: Any) -> autopar.Session:
     )  # fmt: skip
 
 
-def gone_on(folder: str, mesh: str, how: dict[str, Any]) -> list[Any]:
+def gone_on(folder: str, cases: list[str], mesh: str, how: dict[str, Any]) -> list[Any]:
     found = []
-    for number, outer in enumerate(CASES):
+    for number, outer in enumerate(cases):
         path = Path(folder) / str(number)
         whole = session_of(outer, mesh, **how)
         for step in range(7):
@@ -57,15 +57,17 @@ def gone_on(folder: str, mesh: str, how: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "count", "how"),
+    ("cases", "mesh", "count", "how"),
     [
-        ("cpu: node=2, gpu=1", 2, {}),
-        pytest.param("cpu: node=2, gpu=2", 4, {"state": "zero3"}, marks=pytest.mark.slow),
+        ([CASES[0], *CASES[2:]], "cpu: node=2, gpu=1", 2, {}),
+        pytest.param(CASES, "cpu: node=2, gpu=2", 4, {"state": "zero3"}, marks=pytest.mark.slow),
     ],
 )
-def test_checkpoints_go_on_to_the_bit(mesh: str, count: int, how: dict[str, Any]) -> None:
+def test_checkpoints_go_on_to_the_bit(
+    cases: list[str], mesh: str, count: int, how: dict[str, Any]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for found in run_ranks(gone_on, folder, mesh, how, count=count):
+        for found in run_ranks(gone_on, folder, cases, mesh, how, count=count):
             for losses, resumed, one, two, agreed, other, rounds, again in found:
                 assert losses == resumed
                 assert (rounds.number, rounds.tau) == (again.number, again.tau)

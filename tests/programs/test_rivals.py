@@ -147,11 +147,12 @@ def outputs_of_two(state: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
     return {"found": found, "split": split(program.plan), "source": program.source}
 
 
-def test_outputs_come_back_as_the_model_s_own_whole_tensors() -> None:
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_outputs_come_back_as_the_model_s_own_whole_tensors(start: str) -> None:
     torch.manual_seed(0)
     model, x = Several().double(), torch.randn(8, 16).double()
     expected = model(x)
-    ranks = run_ranks(outputs_of_two, model.state_dict(), x, count=2, start="spawn")
+    ranks = run_ranks(outputs_of_two, model.state_dict(), x, count=2, start=start)
     for result in ranks:
         assert result["source"] == ranks[0]["source"]
         assert result["split"] == {"gpu"}

@@ -22,7 +22,7 @@ from tests.runtime.checkpoint.turns import Actor, Turns, stepping
 from tests.support.models import gpt2
 from tests.support.ranks import run_ranks
 
-GRID = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
+PAIR = "cpu: tensor=2 @1TB/s 1ns"
 SINGLE = "cpu: x=1"
 FILES = {
     "program.py",
@@ -40,7 +40,7 @@ def save_and_train(path: str) -> tuple[list[str], bool]:
     model, batch = gpt2()
     program = autopar.compile(
         model.double(),
-        GRID,
+        PAIR,
         optimizer=functools.partial(torch.optim.Adam, lr=1e-2, betas=(0.8, 0.9)),
         clip_norm=0.5,
         example_inputs=batch,
@@ -55,14 +55,14 @@ def save_and_train(path: str) -> tuple[list[str], bool]:
 
 def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
     target = tmp_path / "out" / "program"
-    results = run_ranks(save_and_train, str(target))
+    results = run_ranks(save_and_train, str(target), count=2)
     losses, sharded = results[0]
     assert sharded
     assert all(result == results[0] for result in results)
     assert {file.name for file in target.iterdir()} == FILES
     # Tied weights are saved once.
     assert "lm_head.weight" not in load_file(target / "weights.safetensors")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed = run(sys.executable, *launch, str(target / "program.py"))
     steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
     assert [step[3] for step in steps] == losses

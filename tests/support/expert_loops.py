@@ -374,8 +374,6 @@ MIXTURES: dict[str, Body] = {
     body.__name__: body
     for body in (mixtral, mixtral_hits, mixtral_list, mistral, deepseek, sparse_gates, masks,
                  each_slot, switch, scattered, dense, within_capacity, crowded, others, positions,
-                 unique_ids, counted, stacked, summed_stack)
+                 unique_ids, counted, stacked, summed_stack, fewer, identity)
 }  # fmt: skip
-OTHERS: dict[str, Body] = {
-    body.__name__: body for body in (soft, fewer, identity, doubled, overwritten, written)
-}
+OTHERS: dict[str, Body] = {body.__name__: body for body in (soft, doubled, overwritten, written)}

@@ -21,6 +21,7 @@ for name in (
     "session.compiler", "session.evaluation", "session.generation.pair",
 ):  # fmt: skip
     importlib.import_module(f"autopar.{name}")
+importlib.import_module("pytest")  # which the module of every test imports
 model, batch = models.gpt2(layers=1)
 captured = capture_graph(model, (), batch, Options(), Trace(None))
 made = make_plan(captured.graph, Mesh.parse("cpu: gpu=4"), Options(), Trace(None))

@@ -1,4 +1,7 @@
-"""Runs a function on several gloo processes of this machine and collects the results."""
+"""Runs a function on several gloo processes of this machine and collects the results.
+
+With AUTOPAR_TESTS_ON_GPU=1 the processes share the first GPU, see `tests.support.staged`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
+
+from autopar.runtime.ranks.processes import from_first_rank
+from tests.support import staged
+from tests.support.chips import ON_GPU
+
+# Where sessions capture: calls of a model, and the two of a generation.
+CAPTURES = (("compiler", "capture_parts"), ("generation.pair", "capture_generation"))
 
 
 @contextmanager
@@ -45,14 +56,16 @@ def shared_captures() -> Iterator[None]:
 
     autopar itself captures on every rank, and compares the graphs.
     """
-    compiler = importlib.import_module("autopar.session.compiler")
-    alone = compiler.capture_parts
-
-    def together(*args: Any) -> Any:
-        return compiler.from_first_rank(lambda: alone(*args))
-
-    with patch.object(compiler, "capture_parts", together):
+    with ExitStack() as stack:
+        for where, name in CAPTURES:
+            module = importlib.import_module(f"autopar.session.{where}")
+            together = partial(_on_first_rank, getattr(module, name))
+            stack.enter_context(patch.object(module, name, together))
         yield
+
+
+def _on_first_rank(capture: Callable[..., Any], *args: Any) -> Any:
+    return from_first_rank(lambda: capture(*args))
 
 
 def _rank(
@@ -65,8 +78,10 @@ def _rank(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    if ON_GPU:
+        staged.register()
     dist.init_process_group(
-        "gloo",
+        f"cpu:{staged.BACKEND},cuda:{staged.BACKEND}" if ON_GPU else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
@@ -97,4 +112,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder, forking():
         given = (count, folder, patience, captures or start == "spawn", function, args)
         start_processes(_rank, given, nprocs=count, start_method=start)
-        return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
+        return [
+            torch.load(Path(folder) / f"{r}.pt", weights_only=False, map_location="cpu")
+            for r in range(count)
+        ]

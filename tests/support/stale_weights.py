@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.pipelines.stages import equal_parts, plan_stages
+from autopar.planning.pipelines.stages import Devices, equal_parts, plan_stages
 from autopar.planning.trace import Trace
 
 WIDTH, BATCH, STEPS = 6, 8, 10
@@ -222,8 +222,18 @@ def mesh(ranks: int) -> str:
     return f"cpu[1GFLOP/s 64GiB 1GB/s]: gpu={ranks} @10GB/s 1us"
 
 
+def parts_of(whole: Mesh, sizes: Sequence[int]) -> tuple[Devices, ...]:
+    """Stages of so many devices each, one after the other."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    axis = whole.axes[-1]
+    return tuple(
+        Devices(replace(whole, axes=(replace(axis, size=size),)), start)
+        for size, start in zip(sizes, starts, strict=True)
+    )
+
+
 def program_of(method: Method, stages: int, optimizer: str, ranks: int = 1, **how: Any) -> Any:
-    """The compiled model, and its batches."""
+    """The compiled model, and its batches; `sizes` are numbers of devices, if stages differ."""
     model, batches = made(stages)
     planned = {name: how.pop(name) for name in ("pins", "state") if name in how}
     planned |= {"precision": Precision.read(how.pop("precision", None))}
@@ -234,11 +244,11 @@ def program_of(method: Method, stages: int, optimizer: str, ranks: int = 1, **ho
     call, trace = Call(model, (), batches[0]), Trace(None)
     graph = capture_call(call, options, trace, method.microbatches).graph
     ends = ["tanh", *(f"tanh_{number}" for number in range(1, stages - 1))][: stages - 1]
-    whole = Mesh.parse(how.pop("mesh", mesh(ranks)))
+    whole, sizes = Mesh.parse(how.pop("mesh", mesh(ranks))), how.pop("sizes", ())
+    parts = parts_of(whole, sizes) if sizes else equal_parts(whole, stages)
     plan = plan_stages(
-        graph, ends, equal_parts(whole, stages), whole, method.microbatches, method.schedule,
-        options, trace,
-    )  # fmt: skip
+        graph, ends, parts, whole, method.microbatches, method.schedule, options, trace
+    )
     how |= {"plan": plan, "optimizer": OPTIMIZERS[optimizer], "example_inputs": batches[0]}
     program = autopar.compile(model, str(whole), **how)
     return program, batches

@@ -369,7 +369,7 @@ def test_replicas_train_as_one_process_that_compresses_alike() -> None:
 
 
 def test_sharded_gradients_and_microbatches_train_alike() -> None:
-    cases = [Case(TWO, method, "zero2", 2) for method in METHODS]
+    cases = [Case(TWO, method, "zero2", 2) for method in ("int4 blocks", "powersgd rank 2")]
     check([*cases, Case(TWO, "top-k 10 %", "zero3", 2), Case(TWO, "1-bit", "zero1", 4)])
 
 

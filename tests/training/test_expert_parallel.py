@@ -58,7 +58,6 @@ QUICK: Runs = {
     "Custom": ("over both, direct",),
     "Dbrx": ("over both",),
     "DeepseekV3": ("to parts of experts",),
-    "GptOss": ("line",),
 }
 
 

@@ -15,7 +15,7 @@ from autopar.operators.mixture import MIXTURE
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
-from tests.support.expert_loops import MIXTURES, WIDTH, Gated, Layers, Plain
+from tests.support.expert_loops import EXPERTS, MIXTURES, WIDTH, Gated, Layers, Plain
 from tests.support.ranks import run_ranks
 from tests.training.test_expert_parallel import WAYS, only
 from tests.training.test_families import STEPS, TOLERANCE, Run, sgd
@@ -25,12 +25,17 @@ Jobs = dict[tuple[str, str], Captured]  # body and way -> the captured model
 
 
 def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Two blocks in float64, the same at every call; all tokens choose the first experts."""
+    """Two blocks in float64, the same at every call; all tokens choose the same two experts.
+
+    These are the first ones, and of "identity" the first one and the one that gives tokens back.
+    """
     torch.manual_seed(0)
     model = Layers(MIXTURES[name], (Plain, Gated)[len(name) % 2]).double()
+    chosen = [0, EXPERTS - 1] if name == "identity" else [0, 1]
     with torch.no_grad():
-        for block in model.blocks:
-            block.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0, 0.0]))
+        for key, parameter in model.named_parameters():
+            if key.endswith("router.bias"):
+                parameter.zero_()[chosen] = 9.0
     return model, {"x": torch.randn(TOKENS, WIDTH, dtype=torch.float64)}
 
 

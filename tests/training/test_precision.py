@@ -80,7 +80,7 @@ def kept_away(state: str) -> tuple[list[dict[str, Tensor]], list[int]]:
     return found, [tensor.untyped_storage().nbytes() for tensor in updated]
 
 
-@pytest.mark.parametrize("state", ["zero1", "zero3"])
+@pytest.mark.parametrize("state", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_masters_in_host_memory_leave_the_device_and_change_no_bit(state: str) -> None:
     for (here, away), left in run_ranks(kept_away, state, count=2):
         assert all(torch.equal(value, away[name]) for name, value in here.items())
@@ -102,7 +102,7 @@ def overflowing(**how: Any) -> list[tuple[float, bool, float, dict[str, Tensor]]
     rank = torch.distributed.get_rank()
 
     def broken(weight: Any, gradient: Tensor) -> None:
-        take(weight, gradient.index_fill(0, torch.tensor([0]), torch.inf))
+        take(weight, gradient.index_fill(0, torch.tensor([0], device=gradient.device), torch.inf))
 
     for step in range(5):
         program._executor.gradients.take = broken if step == 2 and rank == 1 else take
@@ -214,7 +214,13 @@ def quickly(folder: str, how: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"fuse": ["adamw"]}, {"offload": "optimizer"}],
+    [
+        {},
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ({"fuse": ["adamw"]}, {"offload": "optimizer"})
+        ),
+    ],
     ids=["torch", "kernel", "host"],
 )
 def test_training_on_two_ranks_is_that_of_one_device(how: dict[str, Any]) -> None:

@@ -103,23 +103,27 @@ def sharded(name: str, mesh: str) -> list[Tensor]:
     return [*(program.step(x=x) for _ in range(STEPS)), *program.state_dict().values()]
 
 
-CASES = [(name, mesh) for name in MODELS for mesh in MESHES]
+Case = tuple[str, str]
+QUICK: list[Case] = [
+    ("convnext", MESHES[1]),
+    ("universal", MESHES[0]),
+    ("shared inside blocks", MESHES[1]),
+]
+OTHERS = [(name, mesh) for name in MODELS for mesh in MESHES if (name, mesh) not in QUICK]
 
 
-def on_rank() -> list[list[Tensor]]:
-    return [sharded(*case) for case in CASES]
+def on_rank(cases: list[Case]) -> list[list[Tensor]]:
+    return [sharded(*case) for case in cases]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[list[list[Tensor]]]:
-    return run_ranks(on_rank)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_training(number: int, ranks: list[list[list[Tensor]]]) -> None:
-    for found in ranks:
-        for mine, its in zip(found[number], whole(CASES[number][0]), strict=True):
-            torch.testing.assert_close(mine, its, rtol=TOLERANCE, atol=TOLERANCE)
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_training(cases: list[Case]) -> None:
+    for found in run_ranks(on_rank, cases):
+        for (name, mesh), tensors in zip(cases, found, strict=True):
+            for mine, its in zip(tensors, whole(name), strict=True):
+                torch.testing.assert_close(
+                    mine, its, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name} on {mesh}"
+                )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -128,7 +128,7 @@ def compare(shapes: tuple[Shape, ...], count: int) -> None:
     assert 2 * sum(uneven for _, _, uneven in first) >= len(first)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("count", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_odd_shapes_train_as_unsharded(count: int) -> None:
     compare(SHAPES[::9], count)
 

@@ -83,6 +83,12 @@ def _cache(call: CachedCall, crosses: bool) -> Any:
     return Cache(layers=list(itertools.islice(layers, _layers(call, crosses))))
 
 
+# By name, since versions of transformers differ in which of them they have.
+_ATTENDING = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"}
+_RECURRENT = {"LinearAttentionLayer"}
+_BOTH = {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+
+
 def _layer(call: CachedCall, number: int, known: Any) -> Any:
     """Returns a layer whose tensors a call keeps.
 
@@ -91,20 +97,15 @@ def _layer(call: CachedCall, number: int, known: Any) -> Any:
         number: of the layer.
         known: the layer of transformers' own cache.
     """
-    from transformers import cache_utils as kinds
-
-    if type(known) is kinds.DummyLayer:  # it keeps nothing
+    kind = type(known)
+    name = kind.__name__ if kind.__module__ == "transformers.cache_utils" else ""
+    if name == "DummyLayer":  # it keeps nothing
         return known
-    attends = kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer, kinds.DynamicIndexedLayer
-    if type(known) in attends:
+    if name in _ATTENDING:
         return attending(call, number)
-    if type(known) is kinds.LinearAttentionLayer:
+    if name in _RECURRENT:
         return recurrent(call, number, known.number_of_states)
-    both = (
-        kinds.LinearAttentionAndFullAttentionLayer,
-        kinds.LinearAttentionAndSlidingWindowAttentionLayer,
-    )
-    if type(known) in both:
+    if name in _BOTH:
         return attending_and_recurrent(call, number, known.number_of_states)
     raise CaptureError(
         f"layer {number} keeps a cache of the kind {type(known).__name__}",

@@ -60,7 +60,8 @@ def _stages(opened: CheckedPlan) -> Table:
     rows = zip(opened.plan.stages, opened.graphs, opened.step.stages, strict=True)
     for number, (stage, graph, figures) in enumerate(rows):
         ranks = ", ".join(_span(stage.ranks(copy)) for copy in range(len(stage.starts)))
-        seconds = (figures.forward, figures.backward, figures.once)
+        once = figures.gradients + figures.optimizer
+        seconds = (figures.forward, figures.backward, once)
         arriving = format_seconds(figures.arriving) if figures.arriving else "-"
         axes = ", ".join(f"{axis.name}={axis.size}" for axis in stage.mesh.axes)
         axes = f"{stage.mesh.device}: {axes}" if opened.plan.mesh.unlike else axes

@@ -10,23 +10,24 @@ is right.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.programs.execution_plan import ExecutionPlan, Operation, Part
+from autopar.cost.programs.execution_plan import ExecutionPlan
+from autopar.cost.programs.execution_steps import BROADCASTS, Place, Resolver, Step
 from autopar.cost.programs.promised_chunks import Value, promised_chunks
 from autopar.errors import CollectiveError
 
-Place = tuple[int, str, int]  # rank, buffer, chunk
 Clock = dict[int, int]
 
 _SIGNALS = ("signal", "rlxsignal", "pws", "pwsf")
 _WAITS = ("wait", "rlxwait")
 _NOTHING = ("nop", "flush")
-_MOVES = ("copy", "put", "pws", "pwsf", "get", "ppkt", "cpkt", "rppkt", "upkt")
-_SUMS = ("re", "res", "rre", "rres", "respkt", "repkt", "recpkt", "recspkt")
-_READS_PACKETS = ("upkt", "rppkt", "respkt", "repkt", "recpkt", "recspkt")
-_WRITES_PACKETS = ("ppkt", "cpkt", "rppkt", "respkt", "recpkt", "recspkt")
+_MOVES = ("copy", "put", "pws", "pwsf", "get", "ppkt", "cpkt", "upkt", *BROADCASTS)
+_SUMS = ("re", "res", "rre", "rres", "respkt", "repkt", "recpkt", "recspkt", "glres")
+_SWITCHED = ("glres", "gstore", "gstorepkt")
+_READS_PACKETS = ("upkt", "rppkt", "respkt", "repkt", "recpkt", "recspkt", "gstorepkt")
+_WRITES_PACKETS = ("ppkt", "cpkt", "rppkt", "respkt", "recpkt", "recspkt", "gstorepkt")
 
 
 @dataclass
@@ -35,14 +36,17 @@ class Transfer:
 
     Attributes:
         source, target: the ranks.
-        chunks: number of chunks.
+        chunks: number of chunks; a threadblock or an iteration may transfer a part of one.
         after: numbers of the transfers that end before it begins.
+        unported: whether it needs no port of its source, and none of its target: a switch sends
+            copies of one transfer to several targets, and sums several transfers into one.
     """
 
     source: int
     target: int
-    chunks: int
+    chunks: float
     after: set[int]
+    unported: tuple[bool, bool] = (False, False)
 
 
 @dataclass
@@ -60,104 +64,75 @@ class _Thread:
 
     number: int
     rank: int
-    operations: tuple[Operation, ...]
-    channels: dict[str, tuple[tuple[int, int, str], ...]]  # peer, index, type
-    buffers: dict[str, tuple[tuple[int, str], ...]]
+    steps: tuple[Step, ...]
     clock: Clock
     after: set[int] = field(default_factory=set)
     place: int = 0
 
 
+@dataclass
+class _Semaphore:
+    """The initial value of a semaphore, and what its releases bring, in order."""
+
+    free: int
+    released: list[tuple[Clock, set[int]]] = field(default_factory=list)
+
+
+@dataclass
+class _Barrier:
+    """The threadblocks that have arrived, and those that have not left since all arrived."""
+
+    arrived: list[int] = field(default_factory=list)
+    leaving: set[int] = field(default_factory=set)
+
+
 def check_plan(plan: ExecutionPlan) -> tuple[Transfer, ...]:
     """Proves that an execution plan computes its collective, terminates and has no race.
+
+    Pipelines are checked for one size of message; see `execution_steps.py`.
 
     Returns:
         The transfers between GPUs.
 
     Raises:
         CollectiveError: the plan fails one of these checks, reads a chunk that has no value, or has
-            an operation that is not checked (through switches, in pipelines, by groups of
-            threadblocks).
+            an operation that is not supported.
     """
     return _Trial(plan).run()
 
 
 class _Trial:
     def __init__(self, plan: ExecutionPlan) -> None:
-        self.plan = plan
-        self.cells = dict(self._inputs())
+        self.plan, self.memory = plan, Resolver(plan)
+        self.cells = {
+            self.memory.place(rank, "i", unit): _Cell(frozenset({(rank, unit)}))
+            for rank, gpu in enumerate(plan.gpus)
+            for unit in range(gpu.inputs * self.memory.units)
+        }
         self.transfers: list[Transfer] = []
         self.signals: dict[tuple[int, int, int, str], list[tuple[Clock, set[int]]]] = {}
         self.semaphores = {
-            (rank, number): [({}, set()) for _ in range(first)]
+            (rank, number): _Semaphore(first)
             for rank, gpu in enumerate(plan.gpus)
             for number, first in enumerate(gpu.semaphores)
-        }  # type: dict[tuple[int, int], list[tuple[Clock, set[int]]]]
-        self.threads = list(self._threads())
-
-    def _inputs(self) -> Iterator[tuple[Place, _Cell]]:
-        for rank, gpu in enumerate(self.plan.gpus):
-            for chunk in range(gpu.inputs):
-                yield self._place(rank, "i", chunk), _Cell(frozenset({(rank, chunk)}))
-
-    def _place(self, rank: int, buffer: str, chunk: int) -> Place:
-        """Returns the place of a chunk; an in-place plan has one buffer for input and output."""
-        if rank >= len(self.plan.gpus):
-            raise self._wrong(f"there is no rank {rank}", f"there are {len(self.plan.gpus)}")
-        gpu = self.plan.gpus[rank]
-        limit = {"i": gpu.inputs, "o": gpu.outputs, "s": gpu.scratch}[buffer]
-        if not 0 <= chunk < limit:
-            raise self._wrong(f"rank {rank} has no chunk {chunk} in {buffer}", f"it has {limit}")
-        if self.plan.inplace and buffer != "s":
-            kind = self.plan.collective
-            if kind == "allgather" and buffer == "i":
-                chunk += rank * gpu.inputs
-            elif kind == "reducescatter" and buffer == "o":
-                chunk += rank * gpu.outputs
-            buffer = "io"
-        return rank, buffer, chunk
-
-    def _threads(self) -> Iterator[_Thread]:
-        number = 0
-        for rank, gpu in enumerate(self.plan.gpus):
-            ends = {}
-            for kind, peers in gpu.peers.items():
-                seen: dict[int, int] = {}
-                for place, peer in enumerate(peers):
-                    ends[kind, place] = (peer, seen.setdefault(peer, 0), kind)
-                    seen[peer] += 1
-            for block in gpu.threadblocks:
-                try:
-                    channels = {
-                        kind: tuple(ends[kind, n] for n in ids)
-                        for kind, ids in block.channels.items()
-                    }
-                    buffers = {
-                        kind: tuple(gpu.remote[n][:2] for n in ids)
-                        for kind, ids in block.buffers.items()
-                    }
-                except (KeyError, IndexError):
-                    raise self._wrong(
-                        f"rank {rank} has a threadblock with a channel or buffer of none",
-                        "those through switches are not supported",
-                    ) from None
-                yield _Thread(number, rank, block.operations, channels, buffers, {number: 1})
-                number += 1
+        }
+        self.barriers: dict[tuple[int, int], _Barrier] = {}
+        blocks = enumerate(self.memory.threadblocks())
+        self.threads = [_Thread(n, rank, steps, {n: 1}) for n, (rank, steps) in blocks]
 
     def run(self) -> tuple[Transfer, ...]:
         moving = True
         while moving:
             moving = False
             for thread in self.threads:
-                while thread.place < len(thread.operations) and self._step(thread):
+                while thread.place < len(thread.steps) and self._step(thread):
                     thread.place += 1
                     thread.clock[thread.number] += 1
                     moving = True
-        stuck = [t for t in self.threads if t.place < len(t.operations)]
+        stuck = [t for t in self.threads if t.place < len(t.steps)]
         if stuck:
             names = "; ".join(
-                f"rank {t.rank} at operation {t.place}, {t.operations[t.place].name}"
-                for t in stuck[:4]
+                f"rank {t.rank} at operation {t.place}, {t.steps[t.place].name}" for t in stuck[:4]
             )
             raise self._wrong("the threadblocks wait for one another", names)
         for (source, target, *_), left in self.signals.items():
@@ -170,69 +145,72 @@ class _Trial:
         return tuple(self.transfers)
 
     def _step(self, thread: _Thread) -> bool:
-        """Runs the next operation of a threadblock, unless it must wait."""
-        operation = thread.operations[thread.place]
-        name = operation.name
-        if "tbg_info" in operation.more or operation.inner:
-            raise self._wrong(f"{name} is not supported", "it belongs to a group or a pipeline")
+        """Runs the next step of a threadblock, unless it must wait."""
+        step = thread.steps[thread.place]
+        name = step.name
         if name in _NOTHING:
             return True
         if name in _WAITS:
-            return self._wait(thread, operation)
+            return self._wait(thread, step)
         if name in ("sem_acquire", "sem_release"):
-            return self._semaphore(thread, operation)
+            return self._semaphore(thread, step)
+        if name == "barrier":
+            return self._barrier(thread, step)
         if name in _MOVES:
-            done = self._move(thread, operation)
+            done = self._move(thread, step)
         elif name in _SUMS:
-            done = self._sum(thread, operation)
+            done = self._sum(thread, step)
         elif name in _SIGNALS:
             done = True
         else:
             raise self._wrong(f"{name} is not supported", f"rank {thread.rank} has it")
         if done and name in _SIGNALS:
-            for channel in operation.channels:
-                peer, which, kind = self._channel(thread, operation, channel)
+            for channel in step.channels:
                 sent = (dict(thread.clock), set(thread.after))
-                self.signals.setdefault((thread.rank, peer, which, kind), []).append(sent)
+                self.signals.setdefault((thread.rank, *channel), []).append(sent)
         return done
 
-    def _channel(self, thread: _Thread, operation: Operation, number: int) -> tuple[int, int, str]:
-        """Returns a channel of the operation's type, or of the only type if it names none."""
-        lists = thread.channels
-        kinds = [operation.channel_type] if operation.channel_type else [*lists]
-        known = lists.get(kinds[0], ()) if len(kinds) == 1 else ()
-        if number >= len(known):
-            raise self._wrong(
-                f"rank {thread.rank} has no channel {number}",
-                f"its threadblock names {len(known)} for {operation.name}",
-            )
-        return known[number]
-
-    def _wait(self, thread: _Thread, operation: Operation) -> bool:
-        keys = []
-        for channel in operation.channels:
-            peer, which, kind = self._channel(thread, operation, channel)
-            keys.append((peer, thread.rank, which, kind))
+    def _wait(self, thread: _Thread, step: Step) -> bool:
+        keys = [(peer, thread.rank, which, kind) for peer, which, kind in step.channels]
         if any(len(self.signals.get(key, ())) < n for key, n in Counter(keys).items()):
             return False
         for key in keys:
             self._learn(thread, *self.signals[key].pop(0))
         return True
 
-    def _semaphore(self, thread: _Thread, operation: Operation) -> bool:
-        numbers = operation.more.get("semaphore_ids")
-        numbers = numbers if isinstance(numbers, list) else [numbers]
-        keys = [(thread.rank, n) for n in numbers if isinstance(n, int)]
-        if len(keys) != len(numbers) or not all(key in self.semaphores for key in keys):
-            raise self._wrong(f"rank {thread.rank} has no such semaphore", f"{numbers}"[:80])
-        if operation.name == "sem_release":
+    def _semaphore(self, thread: _Thread, step: Step) -> bool:
+        keys = [(thread.rank, number) for number in step.semaphores]
+        if not all(key in self.semaphores for key in keys):
+            raise self._wrong(f"rank {thread.rank} has no such semaphore", f"{step.semaphores}")
+        if step.name == "sem_release":
             for key in keys:
-                self.semaphores[key].append((dict(thread.clock), set(thread.after)))
+                self.semaphores[key].released.append((dict(thread.clock), set(thread.after)))
             return True
-        if any(len(self.semaphores[key]) < n for key, n in Counter(keys).items()):
+        every = [(self.semaphores[key], n) for key, n in Counter(keys).items()]
+        if any(each.free + len(each.released) < n for each, n in every):
             return False
-        for key in keys:
-            self._learn(thread, *self.semaphores[key].pop(0))
+        for each, n in every:
+            for _ in range(n):
+                if each.free:
+                    each.free -= 1
+                else:
+                    self._learn(thread, *each.released.pop(0))
+        return True
+
+    def _barrier(self, thread: _Thread, step: Step) -> bool:
+        barrier = self.barriers.setdefault((thread.rank, step.semaphores[0]), _Barrier())
+        if thread.number not in barrier.leaving and thread.number not in barrier.arrived:
+            barrier.arrived.append(thread.number)
+        if thread.number in barrier.arrived and len(barrier.arrived) == step.joins:
+            every = [self.threads[number] for number in barrier.arrived]
+            for each in every:
+                for other in every:
+                    self._learn(each, dict(other.clock), set(other.after))
+            barrier.leaving.update(barrier.arrived)
+            barrier.arrived.clear()
+        if thread.number not in barrier.leaving:
+            return False
+        barrier.leaving.remove(thread.number)
         return True
 
     @staticmethod
@@ -241,90 +219,91 @@ class _Trial:
             thread.clock[other] = max(thread.clock.get(other, 0), time)
         thread.after |= after
 
-    def _places(self, thread: _Thread, operation: Operation, part: Part) -> list[Place]:
-        chunks = range(part.index, part.index + part.size)
-        if part.kind == "type":
-            return [self._place(thread.rank, str(part.buffer), chunk) for chunk in chunks]
-        known = thread.buffers.get(operation.channel_type, ())
-        if part.kind != "buffer_id" or int(part.buffer) >= len(known):
-            raise self._wrong(
-                f"rank {thread.rank} reaches a buffer that it does not name", operation.name
-            )
-        peer, buffer = known[int(part.buffer)]
-        return [self._place(peer, buffer, chunk) for chunk in chunks]
-
-    def _move(self, thread: _Thread, operation: Operation) -> bool:
-        if len(operation.source) != len(operation.target):
-            raise self._wrong(f"{operation.name} moves unequal chunks", f"rank {thread.rank}")
-        pairs = zip(operation.source, operation.target, strict=True)
-        rows = [[self._places(thread, operation, part) for part in pair] for pair in pairs]
-        reads = [place for source, _ in rows for place in source]
-        if not self._there(operation, reads):
+    def _move(self, thread: _Thread, step: Step) -> bool:
+        sources, targets = step.sources, step.targets
+        if step.name in BROADCASTS and len(sources) == 1:
+            sources *= len(targets)
+        if [*map(len, sources)] != [*map(len, targets)]:
+            raise self._wrong(f"{step.name} moves unequal chunks", f"rank {thread.rank}")
+        if not self._there(step, [place for source in sources for place in source]):
             return False
-        for source, target in rows:
-            if len(source) != len(target):
-                raise self._wrong(f"{operation.name} moves unequal chunks", f"rank {thread.rank}")
-            values = [self._read(thread, place, operation) for place in source]
-            self._carry(thread, source, target)
-            for place, value in zip(target, values, strict=True):
-                self._write(thread, place, value, operation.name in _WRITES_PACKETS)
+        values = [[self._read(thread, place, step) for place in source] for source in sources]
+        ends = [(row[0][0], to[0][0]) for row, to in zip(sources, targets, strict=True)]
+        self._carry(thread, sources, ends, step.name)
+        for row, target in zip(values, targets, strict=True):
+            for place, value in zip(target, row, strict=True):
+                self._write(thread, place, value, step.name in _WRITES_PACKETS)
         return True
 
-    def _sum(self, thread: _Thread, operation: Operation) -> bool:
-        if (how := operation.more.get("reduce_op", "sum")) != "sum":
-            raise self._wrong(f"{operation.name} by {how!r:.80} is not supported", "sums are")
-        sources = [self._places(thread, operation, part) for part in operation.source]
-        targets = [self._places(thread, operation, part) for part in operation.target]
+    def _sum(self, thread: _Thread, step: Step) -> bool:
+        if step.reduces != "sum":
+            raise self._wrong(f"{step.name} by {step.reduces!r:.80} is not supported", "sums are")
+        sources, targets = step.sources, step.targets
         if not sources or len({len(row) for row in (*sources, *targets)}) != 1:
-            raise self._wrong(f"{operation.name} adds unequal chunks", f"rank {thread.rank}")
-        if not self._there(operation, [place for row in sources[1:] for place in row]):
+            raise self._wrong(f"{step.name} adds unequal chunks", f"rank {thread.rank}")
+        if not self._there(step, [place for row in sources[1:] for place in row]):
             return False
         totals: list[Value] = [frozenset()] * len(sources[0])
+        self._carry(thread, sources, [(row[0][0], thread.rank) for row in sources], step.name)
         for row in sources:
-            self._carry(thread, row, [(thread.rank, "", 0)])
             for number, place in enumerate(row):
-                value = self._read(thread, place, operation)
+                value = self._read(thread, place, step)
                 if totals[number] & value:
-                    raise self._wrong(f"rank {thread.rank} adds something twice", operation.name)
+                    raise self._wrong(f"rank {thread.rank} adds something twice", step.name)
                 totals[number] |= value
+        ends = [(thread.rank, row[0][0]) for row in targets]
+        self._carry(thread, sources[:1] * len(ends), ends, step.name)
         for row in targets:
-            self._carry(thread, sources[0], row)
-            packets = operation.name in _WRITES_PACKETS and row[0][1] == "s"
+            packets = step.name in _WRITES_PACKETS and row[0][1] == "s"
             for place, value in zip(row, totals, strict=True):
                 self._write(thread, place, value, packets)
         return True
 
-    def _there(self, operation: Operation, places: Sequence[Place]) -> bool:
-        """Returns whether the packets that an operation reads have arrived."""
-        if operation.name not in _READS_PACKETS:
+    def _there(self, step: Step, places: Sequence[Place]) -> bool:
+        """Returns whether the packets that a step reads have arrived."""
+        if step.name not in _READS_PACKETS:
             return True
         scratch = [place for place in places if place[1] == "s"]
         return all(
             place in self.cells and self.cells[place].packet is not None for place in scratch
         )
 
-    def _carry(self, thread: _Thread, source: list[Place], target: list[Place]) -> None:
-        """Records the transfer from one GPU to another."""
-        if source[0][0] == target[0][0]:
-            return
-        needs = set(thread.after)
-        for place in source:
-            needs |= self.cells[place].brought if place in self.cells else set()
-        number = len(self.transfers)
-        self.transfers.append(Transfer(source[0][0], target[0][0], len(source), needs))
-        thread.after = {number}
+    def _carry(
+        self,
+        thread: _Thread,
+        rows: Sequence[Sequence[Place]],
+        ends: Sequence[tuple[int, int]],
+        name: str,
+    ) -> None:
+        """Records the transfers of what rows of places hold; a switch makes them all at once."""
+        switched, begun, before = name in _SWITCHED, set[int](), set(thread.after)
+        for places, (source, target) in zip(rows, ends, strict=True):
+            if source == target:
+                continue
+            needs = set(before if switched else thread.after)
+            for place in places:
+                needs |= self.cells[place].brought if place in self.cells else set()
+            number, size = len(self.transfers), len(places) / self.memory.units
+            # Of transfers that a switch sums, or copies from one, the first one occupies the port.
+            free = [bool(begun) and switched and end == thread.rank for end in (source, target)]
+            self.transfers.append(Transfer(source, target, size, needs, (free[0], free[1])))
+            begun.add(number)
+            thread.after = {number}
+        thread.after = begun if switched and begun else thread.after
 
-    def _read(self, thread: _Thread, place: Place, operation: Operation) -> Value:
+    def _read(self, thread: _Thread, place: Place, step: Step) -> Value:
         cell = self.cells.get(place)
         if cell is None:
-            raise self._wrong(f"rank {thread.rank} reads before anything is there", _name(place))
+            raise self._wrong(
+                f"rank {thread.rank} reads before anything is there", self._name(place)
+            )
         writer, time = cell.written
-        if cell.packet is not None and operation.name in _READS_PACKETS:
+        if cell.packet is not None and step.name in _READS_PACKETS:
             self._learn(thread, cell.packet, cell.brought)
         elif writer >= 0 and thread.clock.get(writer, 0) < time:
             raise self._wrong(
                 f"rank {thread.rank} reads what may not be there yet",
-                f"{_name(place)} is written by rank {self.threads[writer].rank}",
+                f"{self._name(place)} is written by rank {self.threads[writer].rank}",
             )
         cell.reads[thread.number] = thread.clock[thread.number]
         return cell.value
@@ -339,7 +318,7 @@ class _Trial:
             if late:
                 raise self._wrong(
                     f"rank {thread.rank} writes over what others may still use",
-                    f"{_name(place)} is used by rank {self.threads[late[0]].rank}",
+                    f"{self._name(place)} is used by rank {self.threads[late[0]].rank}",
                 )
         written = (thread.number, thread.clock[thread.number])
         told = dict(thread.clock) if packet else None
@@ -351,26 +330,35 @@ class _Trial:
             for other, time in thread.clock.items():
                 own = known[thread.rank]
                 own[other] = max(own.get(other, 0), time)
-        for rank, buffer, chunk, wanted in promised_chunks(self.plan):
-            place = self._place(rank, buffer, chunk)
-            cell = self.cells.get(place)
-            if cell is None or cell.value != wanted:
-                got = sorted(cell.value)[:6] if cell else "nothing"
-                raise self._wrong(
-                    f"rank {rank} ends with the wrong chunk {chunk}",
-                    f"{buffer} holds {got} and not {sorted(wanted)[:6]}",
+        units = self.memory.units
+        for rank, buffer, chunk, promised in promised_chunks(self.plan):
+            for place in range(units):
+                unit, wanted = chunk * units + place, promised
+                if units > 1:
+                    wanted = frozenset((r, c * units + place) for r, c in promised)
+                self._compare_unit(
+                    known[rank], self.memory.place(rank, buffer, unit), wanted, chunk
                 )
-            writer, time = cell.written
-            if writer >= 0 and known[rank].get(writer, 0) < time:
-                raise self._wrong(
-                    f"rank {rank} ends before chunk {chunk} is there",
-                    f"it does not wait for rank {self.threads[writer].rank}, which writes it",
-                )
+
+    def _compare_unit(self, known: Clock, place: Place, wanted: Value, chunk: int) -> None:
+        cell, units, rank = self.cells.get(place), self.memory.units, place[0]
+        if cell is None or cell.value != wanted:
+            got = sorted({(r, unit // units) for r, unit in cell.value})[:6] if cell else "nothing"
+            right = sorted({(r, unit // units) for r, unit in wanted})[:6]
+            raise self._wrong(
+                f"rank {rank} ends with the wrong chunk {chunk}",
+                f"a part of it holds {got}, where {right} is right",
+            )
+        writer, time = cell.written
+        if writer >= 0 and known.get(writer, 0) < time:
+            raise self._wrong(
+                f"rank {rank} ends before chunk {chunk} is there",
+                f"it does not wait for rank {self.threads[writer].rank}, which writes it",
+            )
 
     def _wrong(self, what: str, why: str) -> CollectiveError:
-        return CollectiveError(what, where=f"{self.plan.collective} by {self.plan.name}", why=why)
+        return self.memory.wrong(what, why)
 
-
-def _name(place: Place) -> str:
-    rank, buffer, chunk = place
-    return f"chunk {chunk} of {buffer} on rank {rank}"
+    def _name(self, place: Place) -> str:
+        rank, buffer, unit = place
+        return f"chunk {unit // self.memory.units} of {buffer} on rank {rank}"

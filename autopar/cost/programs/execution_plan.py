@@ -57,17 +57,20 @@ class Part:
             "switch_channel_id" for one behind a switch.
         buffer: "i", "o" or "s"; or the number of the remote buffer or of the channel.
         index, size: the first chunk, and the number of chunks.
+        rank: the GPU, which MSCCL++ states for the source of a store through a switch; else None.
     """
 
     kind: str
     buffer: str | int
     index: int
     size: int
+    rank: int | None = None
 
     @property
     def table(self) -> dict[str, Any]:
         """The entry in JSON."""
-        return {self.kind: self.buffer, "index": self.index, "size": self.size}
+        stated = {} if self.rank is None else {"rank": self.rank}
+        return {**stated, self.kind: self.buffer, "index": self.index, "size": self.size}
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,34 @@ class Threadblock:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """A channel through a switch, which reads or writes a buffer of several GPUs at once.
+
+    Attributes:
+        buffer: "i", "o" or "s".
+        groups: the ranks that each switch connects.
+        key: "buffer_type", or "buff" in older files.
+    """
+
+    buffer: str
+    groups: tuple[tuple[int, ...], ...]
+    key: str = "buffer_type"
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The entry in JSON."""
+        groups = [{"size": len(ranks), "ranks": list(ranks)} for ranks in self.groups]
+        return {"channel_type": "switch", self.key: self.buffer, "rank_groups": groups}
+
+
+@dataclass(frozen=True)
 class Gpu:
     """Operations of one GPU.
 
     Attributes:
         inputs, outputs, scratch: numbers of chunks of its buffers.
         peers: by channel type, the rank at the other end of each channel.
-        switches: channels through switches, unchanged.
+        switches: channels through switches.
         remote: rank, buffer and channel types of every remote buffer.
         semaphores: initial values of the semaphores.
         threadblocks: the threadblocks, which run concurrently.
@@ -141,7 +165,7 @@ class Gpu:
     outputs: int
     scratch: int
     peers: Mapping[str, tuple[int, ...]]
-    switches: tuple[Mapping[str, Any], ...]
+    switches: tuple[Switch, ...]
     remote: tuple[tuple[int, str, tuple[str, ...]], ...]
     semaphores: tuple[int, ...]
     threadblocks: tuple[Threadblock, ...]
@@ -215,8 +239,8 @@ class ExecutionPlan:
 
 def _gpu_table(rank: int, gpu: Gpu) -> dict[str, Any]:
     channels = [
-        *gpu.switches,
         *({"channel_type": kind, "connected_to": list(p)} for kind, p in gpu.peers.items()),
+        *(switch.table for switch in gpu.switches),
     ]
     return {
         "id": rank,
@@ -260,7 +284,7 @@ def _gpu(entry: dict[str, Any], rank: int, where: str) -> Gpu:
     switches = []
     for channel in fields.take("channels", Row(dict), ()):
         if channel.get("channel_type") == "switch":
-            switches.append(channel)
+            switches.append(_switch(channel, within))
             continue
         inner = Fields(channel, CollectiveError, "the channel", within)
         kind = inner.take("channel_type", Text(known=_TYPES))
@@ -297,6 +321,22 @@ def _gpu(entry: dict[str, Any], rank: int, where: str) -> Gpu:
     )
     fields.end()
     return made
+
+
+def _switch(entry: dict[str, Any], where: str) -> Switch:
+    fields = Fields(entry, CollectiveError, "the switch", where)
+    fields.take("channel_type", Text())
+    key = "buff" if "buff" in entry else "buffer_type"
+    buffer = fields.take(key, Text(known=("i", "o", "s")))
+    groups = []
+    for group in fields.take("rank_groups", Row(dict)):
+        inner = Fields(group, CollectiveError, "the group of ranks", where)
+        ranks = tuple(inner.take("ranks", _NUMBERS))
+        inner.take("size", Integer(len(ranks), len(ranks)))
+        inner.end()
+        groups.append(ranks)
+    fields.end()
+    return Switch(buffer, tuple(groups), key)
 
 
 def _block(entry: dict[str, Any], where: str) -> Threadblock:
@@ -349,8 +389,7 @@ def _part(entry: dict[str, Any], where: str) -> Part:
         raise CollectiveError("chunks name one buffer", where=where, why=f"keys: {list(entry)}")
     check = Text(known=("i", "o", "s")) if kinds == ["type"] else _SMALL
     buffer = fields.take(kinds[0], check)
-    made = Part(
-        kinds[0], buffer, fields.take("index", _SMALL), fields.take("size", Integer(1, 2**20))
-    )
+    index, size = fields.take("index", _SMALL), fields.take("size", Integer(1, 2**20))
+    made = Part(kinds[0], buffer, index, size, fields.take("rank", _SMALL, None))
     fields.end()
     return made

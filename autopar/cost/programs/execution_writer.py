@@ -40,7 +40,9 @@ def simulate_plan(plan: ExecutionPlan, levels: Sequence[Level], nbytes: float) -
     transfers = check_plan(plan)
     rows = [(t.source, t.target, t.chunks, False) for t in transfers]
     share = 1 / plan.gpus[0].inputs
-    flow = Flow.of_messages(len(plan.gpus), share, rows, [t.after for t in transfers])
+    flow = Flow.of_messages(
+        len(plan.gpus), share, rows, [t.after for t in transfers], [t.unported for t in transfers]
+    )
     return simulate_messages(flow, levels, nbytes)
 
 

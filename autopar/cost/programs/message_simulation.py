@@ -44,6 +44,8 @@ class Flow:
         adds: whether the target adds the chunks.
         waits: number of messages that must end before each message begins.
         after: the messages that wait for each message.
+        unported: for sources and targets, whether the message leaves its port to another message
+            that the switch sums it into, or copies it from.
     """
 
     ranks: int
@@ -54,6 +56,7 @@ class Flow:
     adds: NDArray[np.bool_]
     waits: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
+    unported: tuple[NDArray[np.bool_], NDArray[np.bool_]]
 
     @classmethod
     def of(cls, program: CollectiveProgram, in_step: bool = False) -> Flow:
@@ -67,8 +70,9 @@ class Flow:
         cls,
         ranks: int,
         share: float,
-        rows: Sequence[tuple[int, int, int, bool]],
+        rows: Sequence[tuple[int, int, float, bool]],
         before: Sequence[Collection[int]],
+        unported: Sequence[tuple[bool, bool]] = (),
     ) -> Flow:
         """Returns given messages with their dependencies.
 
@@ -77,6 +81,8 @@ class Flow:
             share: size of a chunk as a fraction of a device's payload.
             rows: source, target, number of chunks of each message, and whether they are added.
             before: for each message, the messages that must end before it begins.
+            unported: for each message, whether its source and its target leave it no port, see
+                `Flow`; () if all messages have ports.
         """
         after: list[list[int]] = [[] for _ in rows]
         for number, earlier in enumerate(before):
@@ -91,7 +97,12 @@ class Flow:
             np.array([row[3] for row in rows], np.bool_),
             tuple(map(len, before)),
             tuple(map(tuple, after)),
+            (_flags(unported, 0, len(rows)), _flags(unported, 1, len(rows))),
         )
+
+
+def _flags(unported: Sequence[tuple[bool, bool]], end: int, count: int) -> NDArray[np.bool_]:
+    return np.array([row[end] for row in unported] or [False] * count, np.bool_)
 
 
 def _by_data(program: CollectiveProgram) -> list[set[int]]:
@@ -160,9 +171,12 @@ class _Links:
         inside = [math.prod(lv.size for lv in levels[place + 1 :]) for place in range(kinds)]
         for place in range(kinds - 2, -1, -1):
             self.level[one // inside[place] != other // inside[place]] = place
-        ports = [end * kinds + kind[self.level] for end in (one, other)]
-        rates = np.array([max(level.bandwidth, level.alone) for level in levels])
-        self.users = [(port, rates[self.level]) for port in ports]
+        rates = np.array([max(level.bandwidth, level.alone) for level in levels])[self.level]
+        self.counts = flow.ranks * (kinds + 1) + 1  # the last link stands for none
+        self.users = []
+        for end, free in zip((one, other), flow.unported, strict=True):
+            port = np.where(free, self.counts - 1, end * kinds + kind[self.level])
+            self.users.append((port, np.where(free, np.inf, rates)))
         # The network cards of a node, where one device alone may use more than its share.
         shared = np.array([level.alone > level.bandwidth for level in levels])[self.level]
         if shared.any():
@@ -172,7 +186,6 @@ class _Links:
             ranks = flow.ranks
             for end in (one, other):
                 self.users.append(((end // size) + ranks * self.level, rate))
-        self.counts = flow.ranks * (kinds + 1)
 
     def rates(self, active: Numbers) -> Floats:
         """Returns the bandwidth of each active message, in bytes/s."""

@@ -60,18 +60,26 @@ def propose(
 
 
 class Sampler:
-    """A walk over choices of a problem within a time limit.
+    """A walk over choices of a problem within a time limit, and `work` seconds of counted work.
 
     Attributes:
         best, price: the cheapest choice that fits, and its seconds.
     """
 
-    def __init__(self, problem: Problem, time_limit: float, seed: int, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit: float,
+        seed: int,
+        watch: Watch | None,
+        work: float | None = None,
+    ) -> None:
         self.problem, self.time_limit, self.watch = problem, time_limit, watch
         self.rng = np.random.default_rng(seed)
         self.flat = flatten(problem)
         self.moves = local(self.flat)
-        self.most, self.done = int(time_limit * RATE) // CHUNK * CHUNK + CHUNK, 0
+        work = time_limit if work is None else work
+        self.most, self.done = int(work * RATE) // CHUNK * CHUNK + CHUNK, 0
         self.price, self.best = math.inf, np.zeros(self.flat.nodes, dtype=np.int64)
         self.restart()
         self._propose(0, 0.0)  # compiles the loop, which is no part of the search
@@ -133,13 +141,14 @@ def sampled(
     seed: int,
     watch: Watch | None,
     heat: Callable[[Sampler, bool], float],
+    work: float | None = None,
 ) -> Solution:
     """Walks until the work is done or time is up.
 
     `heat` returns the temperature of the next chunk in seconds, given the walk and whether the last
     chunk met a cheaper choice; it may restart the walk.
     """
-    sampler = Sampler(problem, time_limit, seed, watch)
+    sampler = Sampler(problem, time_limit, seed, watch, work)
     better = False
     while sampler.share() < 1:
         better = sampler.walk(heat(sampler, better))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,8 @@ from autopar.intra_op.problem import Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten, run
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.reduce.run import Reduced
-from autopar.intra_op.solvers._dual import Dual, ascend
+from autopar.intra_op.solvers._budget import Budget
+from autopar.intra_op.solvers._dual import Dual, ascend, step_work
 from autopar.intra_op.solvers._moves import FITTING, descend, holds, kicks, local
 from autopar.intra_op.solvers._trees import trees
 
@@ -54,15 +54,17 @@ class Search:
         seed: int = 0,
         work: float | None = None,
     ) -> None:
-        self.started = time.perf_counter()
         self.work = time_limit if work is None else work
-        self.problem, self.time_limit, self.gap, self.seed = problem, time_limit, gap, seed
+        # Proofs of small problems take unlike long: where a clock runs, they have all of its time.
+        self.budget = Budget(time_limit, self.work if time_limit == math.inf else math.inf)
+        self.problem, self.gap, self.seed = problem, gap, seed
         self.progress, self.watch = progress or (lambda text: None), watch
         self.best: Ints | None = None  # of the core, to continue from
         self.answer: Ints | None = None  # the choice of the whole problem with price `price`
         self.price, self.bound = math.inf, -math.inf
         self.layers = [run(flatten(problem), problem.name)]
-        self.reduced = self.elapsed()
+        # A problem that is slow to reduce is slow to expand and judge.
+        self.budget.keep(self.budget.elapsed())
         self.core = self.layers[0].flat
         self.whole = all(
             bool((amounts == np.floor(amounts)).all())
@@ -73,16 +75,6 @@ class Search:
         self.moves = local(self.core.at(self.times))
         self.say(f"{len(problem.nodes)} nodes reduced to {self.core.size()}")
 
-    def left(self) -> float:
-        """Returns the seconds left, less a reserve for the last step and the answer."""
-        # A problem that is slow to reduce is slow to expand and judge.
-        reserve = min(0.05 * self.time_limit, 6.0) + min(self.reduced, 0.05 * self.time_limit)
-        return max(self.time_limit - reserve - self.elapsed(), 0.0)
-
-    def elapsed(self) -> float:
-        """Returns the seconds since the start."""
-        return time.perf_counter() - self.started
-
     def scale(self) -> float:
         """Returns the seconds that relative targets above the bound refer to."""
         largest = float(np.abs(self.core.cost).max(initial=0.0))
@@ -90,12 +82,12 @@ class Search:
 
     def say(self, text: str) -> None:
         """Reports a line of text."""
-        self.progress(f"{self.elapsed():7.2f} s  {text}")
+        self.progress(f"{self.budget.elapsed():7.2f} s  {text}")
 
     @property
     def done(self) -> bool:
-        """Returns whether the gap is closed or time is up."""
-        return self.proved or self.left() == 0
+        """Returns whether the gap is closed, or time or work has come to its end."""
+        return self.proved or self.budget.over
 
     @property
     def proved(self) -> bool:
@@ -111,7 +103,7 @@ class Search:
     def _tell(self) -> None:
         self.say(f"best {self.price:.9g}, bound {min(self.bound, self.price):.9g}")
         if self.watch is not None:
-            self.watch(self.elapsed(), self.price, min(self.bound, self.price))
+            self.watch(self.budget.elapsed(), self.price, min(self.bound, self.price))
 
     def begin(self, start: Ints) -> None:
         """Considers a starting choice for the whole problem, as far as its choices remain."""
@@ -138,10 +130,9 @@ class Search:
         near = self.price < math.inf and self.price - self.bound <= NEAR * abs(self.price)
         if not near or self.proved or np.isfinite(self.core.matrix).sum() < MANY_PAIRS:
             return prices
-        half = self.elapsed() + 0.5 * self.left()
-        dual = ascend(
-            self.core.at(times), prices, self.price, lambda *_: self.elapsed() > half, SHRINK_STEPS
-        )
+        half, flat = self.budget.part(0.5), self.core.at(times)
+        work = step_work(flat)
+        dual = ascend(flat, prices, self.price, lambda *_: half.spent(work), SHRINK_STEPS)
         kept = dual.without(self.price)
         try:
             self.raise_bound(dual.bound)
@@ -252,18 +243,18 @@ class Search:
         """
         if self.answer is None:
             raise InfeasibleError(
-                "no choice that fits was found within the time limit",
+                f"no choice that fits was found within the {self.budget}",
                 where=f"problem {self.problem.name!r}",
-                why=f"{self.time_limit:g} s were not enough; whether there is one is not known",
-                todo="raise the solver's time limit, or allow more memory",
+                why="whether there is one is not known",
+                todo="raise the solver's limit, or allow more memory",
             )
         choice = tuple(self.answer.tolist())
         if self.problem.memory_limit is not None and len(choice) <= FEW_NODES:
             choice = lightest(self.problem, choice)
         price = evaluate(self.problem, choice).cost
         bound, left = min(self.bound, price), self.layers[0].flat.nodes
-        ended = "proof" if self.proved else "work" if self.left() else "time"
-        return Solution(choice, price, bound, solver, self.elapsed(), left, ended)
+        ended = "proof" if self.proved else "work" if self.budget.left() else "time"
+        return Solution(choice, price, bound, solver, self.budget.elapsed(), left, ended)
 
 
 def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
@@ -294,7 +285,7 @@ class Relaxation:
         self.dual: Dual | None = None
         if flat.nodes:
             target = search.price if search.price < math.inf else _somewhat_above(flat)
-            self.dual = ascend(flat, prices, target, self._watched())
+            self.dual = ascend(flat, prices, target, self._watched(step_work(flat)))
             guesses: Sequence[Ints] = self.dual.guesses
             search.raise_bound(self.dual.bound)
             search.weigh(times, self.dual.prices)
@@ -303,17 +294,17 @@ class Relaxation:
             search.raise_bound(flat.total)
         self.guesses = [self.inner.expand(guess) for guess in guesses]
 
-    def _watched(self) -> Callable[[float, Ints], bool]:
-        """Returns a test: half of the time is up or, at a wide gap, a guess halves the gap."""
+    def _watched(self, work: float) -> Callable[[float, Ints], bool]:
+        """Returns a test: half of the budget is spent or, at a wide gap, a guess halves the gap."""
         search = self.search
-        half, step = search.elapsed() + 0.5 * search.left(), itertools.count()
+        half, step = search.budget.part(0.5), itertools.count()
 
         def enough(bound: float, guess: Ints) -> bool:
             if search.gap >= WIDE and next(step) % LOOK == 0:
                 search.offer(self.inner.expand(guess))
                 if search.price - bound <= 0.5 * search.gap * abs(search.price):
                     return True
-            return search.elapsed() > half
+            return half.spent(work)
 
         return enough
 

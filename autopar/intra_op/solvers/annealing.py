@@ -21,6 +21,7 @@ def solve(
     time_limit: float = 60.0,
     watch: Watch | None = None,
     seed: int = 0,
+    work: float | None = None,
     **_: Any,
 ) -> Solution:
     """Returns the cheapest choice met, with the sum of all least costs as the bound.
@@ -28,7 +29,7 @@ def solve(
     Raises:
         InfeasibleError: no choice that fits was met.
     """
-    return sampled(problem, "annealing", time_limit, seed, watch, _heat)
+    return sampled(problem, "annealing", time_limit, seed, watch, _heat, work)
 
 
 def _heat(sampler: Sampler, better: bool) -> float:

@@ -37,8 +37,10 @@ def solve(
         watch: called with seconds, best price and bound whenever one of them improves.
         seed: seed of the local search.
         start: an initial choice, say of a similar problem; it need not fit.
-        work: seconds of a slow core whose work a search of large problems does at most, by default
-            `time_limit`. If this ends the search, the same seed gives the same choice again.
+        work: seconds of a slow core whose work the search does at most. If this ends the search,
+            the same seed gives the same choice on every machine. Problems that reductions leave
+            large have the work of `time_limit` by default; others are limited by the clock alone
+            unless `time_limit` is infinite.
 
     Raises:
         InfeasibleError: no choice fits, or none is found in time.

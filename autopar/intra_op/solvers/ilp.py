@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,13 +16,14 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.reduce import flatten, too_little_memory
+from autopar.intra_op.solvers._budget import Budget
 from autopar.intra_op.solvers._integer.closing import close
 from autopar.intra_op.solvers._integer.integer_program import peak_program, solve_program
 from autopar.intra_op.solvers._large.search_large import is_large, large
 from autopar.intra_op.solvers._search import Search, Watch, relax
 
 MOST_PAIRS = 50_000  # largest problem whose least peak is computed
-SECONDS = 10.0
+SECONDS = 10.0  # of counted work
 
 
 def solve(
@@ -45,8 +47,10 @@ def solve(
         watch: called with seconds, best price and bound whenever one of them improves.
         seed: seed of all random choices.
         start: an initial choice, say of a similar problem; it need not fit.
-        work: seconds of a slow core whose work a search of large problems does at most, by default
-            `time_limit`. If this ends the search, the same seed gives the same choice again.
+        work: seconds of a slow core whose work the search does at most. If this ends the search,
+            the same seed gives the same choice on every machine. Problems that reductions leave
+            large have the work of `time_limit` by default; others are limited by the clock alone
+            unless `time_limit` is infinite.
 
     Raises:
         InfeasibleError: no choice fits (the least attainable peak is in the message), or none was
@@ -73,5 +77,6 @@ def explained(problem: Problem, error: InfeasibleError) -> InfeasibleError:
     if problem.memory_limit is None or sum(edge.cost.size for edge in problem.edges) > MOST_PAIRS:
         return error
     whole = flatten(problem)
-    status, peak = solve_program(peak_program(whole), SECONDS, 0.0, lambda bound, choice: True)
+    budget = Budget(math.inf, SECONDS)
+    status, peak = solve_program(peak_program(whole), budget, 0.0, lambda bound, choice: True)
     return too_little_memory(problem, peak) if status == "optimal" else error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from autopar.errors import InfeasibleError
@@ -12,9 +11,10 @@ from autopar.intra_op.solvers._integer.narrowing import narrow
 from autopar.intra_op.solvers._search import Relaxation, Search, Watch, relax
 
 KICKS = 500  # of single nodes, and as many of trees, between two checks of the clock
+KICK_SECONDS = 1e-4  # of a kick of a node and one of a tree, on a slow core
 PATIENCE = 10_000  # kicks without a better choice before it stops
 FIRST_TRIAL, TRIALS = 0.005, 12  # first distance of a target above the bound, doubled each time
-NARROWING = 0.1  # share of the remaining time for the bounds below one target
+NARROWING = 0.1  # share of the remaining budget for the bounds below one target
 
 
 def solve(
@@ -25,6 +25,7 @@ def solve(
     progress: Callable[[str], None] | None = None,
     watch: Watch | None = None,
     seed: int = 0,
+    work: float | None = None,
     **_: Any,
 ) -> Solution:
     """Returns the best choice found, with the bound of the relaxation.
@@ -39,15 +40,17 @@ def solve(
     Raises:
         InfeasibleError: no choice that fits was found; there may still be one.
     """
-    search = Search(problem, time_limit, gap, progress, watch, seed)
+    search = Search(problem, time_limit, gap, progress, watch, seed, work)
     _suggested(search, relax(search))
     idle, rounds, taken = 0, search.rounds(KICKS), 0.0
-    while not search.proved and search.answer is not None and idle < PATIENCE:
-        if search.left() <= 2 * taken:  # the last rounds may have been quick
+    budget = search.budget
+    while not search.done and search.answer is not None and idle < PATIENCE:
+        if budget.left() <= 2 * taken:  # the last rounds may have been quick
             break
-        begun = search.elapsed()
+        begun = budget.elapsed()
         idle = 0 if search.shake(rounds) else idle + rounds
-        taken = search.elapsed() - begun
+        budget.spend(KICK_SECONDS * rounds)
+        taken = budget.elapsed() - begun
     return search.solution("local_search")
 
 
@@ -61,8 +64,7 @@ def _suggested(search: Search, relaxation: Relaxation) -> None:
         if relaxation.dual is None or search.done:
             return
         target = min(search.bound + FIRST_TRIAL * 2**trial * search.scale(), search.price)
-        last, end = target == search.price, search.elapsed() + NARROWING * search.left()
-        expired = partial(_late, search, end)
+        last, expired = target == search.price, search.budget.part(NARROWING).spent
         try:
             narrowed = narrow(
                 relaxation.dual, target, search.problem.name, relaxation.offer, expired
@@ -73,7 +75,3 @@ def _suggested(search: Search, relaxation: Relaxation) -> None:
             search.raise_bound(min(target, search.price))
         if last:
             return
-
-
-def _late(search: Search, end: float) -> bool:
-    return search.elapsed() > end

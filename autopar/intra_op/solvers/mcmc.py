@@ -25,6 +25,7 @@ def solve(
     time_limit: float = 60.0,
     watch: Watch | None = None,
     seed: int = 0,
+    work: float | None = None,
     **_: Any,
 ) -> Solution:
     """Returns the cheapest choice met, with the sum of all least costs as the bound.
@@ -32,7 +33,7 @@ def solve(
     Raises:
         InfeasibleError: no choice that fits was met.
     """
-    return sampled(problem, "mcmc", time_limit, seed, watch, _Chains().heat)
+    return sampled(problem, "mcmc", time_limit, seed, watch, _Chains().heat, work)
 
 
 class _Chains:

@@ -15,6 +15,7 @@ def solve(
     time_limit: float = 60.0,
     watch: Watch | None = None,
     seed: int = 0,
+    work: float | None = None,
     **_: Any,
 ) -> Solution:
     """Returns the cheapest choice met, with the sum of all least costs as the bound.
@@ -24,4 +25,5 @@ def solve(
     Raises:
         InfeasibleError: no choice that fits was met.
     """
-    return sampled(problem, "random", time_limit, seed, watch, lambda sampler, better: float("inf"))
+    hot = float("inf")
+    return sampled(problem, "random", time_limit, seed, watch, lambda sampler, better: hot, work)

@@ -3,9 +3,9 @@
 See `autopar/passes/kernel_parts.py` for which parts there are. Products in 8 bits have scales. For
 "float8" an operand is read for its largest element, then read, scaled and written: 5 bytes for each
 of 2, once for all its readers (torchao's dynamic tensorwise scaling). For "float8-rows" every
-product casts its operands along each of the two dimensions that are contracted with it. For
-"mxfp8" a scale belongs to 32 elements, so that an operand is read once: 3 bytes and a scale each
-(OCP Microscaling Formats, version 1.0).
+product casts its operands along each of the two dimensions that are contracted with it. So it does
+for "mxfp8" (torchao/prototype/mx_formats/mx_linear.py), whose scales belong to 32 elements, so that
+an operand is read once: 3 bytes and a scale each (OCP Microscaling Formats, version 1.0).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _narrow(local: Local, whole: NodeWork) -> NodeWork:
     Backwards the gradient of the result is cast and, for the product with the input, transposed.
     """
     part, (x, weight) = local.node.part, local.operands[:2]
-    each, rows = _CAST[part.narrow], part.narrow == "float8-rows"
+    each, rows = _CAST[part.narrow], part.narrow != "float8"
     given = local.results[0].numel
     there = (x.numel if rows or part.casts else 0) + weight.numel
     again = each * (given + there) if rows else 2.0 * given

@@ -149,13 +149,16 @@ def _product(local: Local, signature: Signature, left: int, right: int) -> NodeW
         side = "m" if factor in a else "n"
         side = "batch" if factor in a & b else side
         lengths[side if factor in out else "k"] *= size
-    gemm = Gemm(**lengths)
+    types = (local.operands[left], local.operands[right], local.results[0])
+    gemm = Gemm(
+        **lengths, rows=math.gcd(*(kind.shape[-1] for kind in types if len(kind.shape) > 1))
+    )
     whole = sum(local.operands[i].nbytes for i in (left, right)) + local.results[0].nbytes
     added = local.read + local.written - whole
     forward = local.work(gemm.flops, whole + added, gemm)
     backward = []
-    shapes = {left: Gemm(gemm.batch, gemm.m, gemm.k, gemm.n)}
-    shapes[right] = Gemm(gemm.batch, gemm.k, gemm.n, gemm.m)
+    shapes = {left: replace(gemm, n=gemm.k, k=gemm.n)}
+    shapes[right] = replace(gemm, m=gemm.k, k=gemm.m)
     for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
         if wanted and i in shapes:
             backward.append(local.gradient(gemm.flops, whole, shapes[i]))
@@ -219,12 +222,13 @@ def _chunked_loss(local: Local) -> NodeWork:
     rows, (words, features) = labels.numel, weight.shape
     size = DTYPE_BYTES[x.dtype]
     chunks, logits, wide = -(-rows // CHUNK), rows * words * size, max(size, 4) * weight.numel
-    gemm = Gemm(1, rows, words, features)
+    gemm = Gemm(1, rows, words, features, math.gcd(words, features))
     product = local.work(gemm.flops, x.nbytes + chunks * weight.nbytes + logits, gemm)
     if not local.node.requires_grad:
         return NodeWork((product, local.work(5.0 * rows * words, logits + labels.nbytes)))
     passes = local.work(10.0 * rows * words, 3.0 * logits + 2 * labels.nbytes)
-    into_x, into_weight = Gemm(1, rows, features, words), Gemm(1, words, features, rows)
+    into_x = replace(gemm, n=features, k=words)
+    into_weight = replace(into_x, m=words, k=rows)
     rounded = 0 if wide == weight.nbytes else wide + weight.nbytes
     forward = (
         product,

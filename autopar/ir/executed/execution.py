@@ -23,6 +23,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values. Of
                         all settings, programs run the first two of these alone
+    joined              these, too, overlap with collectives under async_tensor_parallel, as
+                        torch.compile joins them. Programs of autopar run them one after the other
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
     optimizer=60        bytes that the optimizer's step moves for each parameter of a device
     reserve=15%         the share of what the allocator holds that is not alive: memory is then what
@@ -40,7 +42,7 @@ LOSSES = ("steps", "inplace", "compiled")
 REDUCTIONS = ("steps",)
 CONVOLUTIONS = ("direct",)
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged", "waits", "together")
+_FLAGS = ("merged", "waits", "together", "joined")
 _NUMBERS = ("optimizer", "reserve")
 _KNOWN = {
     "compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW,
@@ -62,6 +64,7 @@ class Execution:
         reductions: "" or "steps".
         convolutions: "" or "direct".
         linears: "" or the 8-bit format of the linears of blocks.
+        joined: whether these linears overlap with collectives.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
         reserve: the share of the allocator's bytes that no tensor uses.
@@ -79,6 +82,7 @@ class Execution:
     reductions: str = ""
     convolutions: str = ""
     linears: str = ""
+    joined: bool = False
     host: str = ""
     optimizer: float = 0.0
     reserve: float = 0.0

@@ -6,7 +6,8 @@ operator for each pair, which works rank by rank: it multiplies the rows of one 
 the next are in transit (Wang et al., "Overlap Communication with Dependent Computation via
 Decomposition in Large Deep Learning Models", ASPLOS 2023). The backward of each is the other.
 
-The operators read the memory of neighbouring devices, so they need axes whose devices can.
+The operators read the memory of neighbouring devices, so they need axes whose devices can. Linears
+in 8 bits run beside no collective, unless the execution says that another system's do.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class OverlappableLinears:
     def _fits(self, node: Node) -> bool:
         if node.op != LINEAR or node.name in self.graph.aside or not node.requires_grad:
             return False
+        if node.part.narrow and not self.graph.execution.joined:
+            return False  # torch's joint operators do not exchange what scales follow from
         x, weight = (self.graph[name].type for name in node.inputs[:2])
         same = x.dtype == weight.dtype == node.type.dtype and x.dtype in DTYPES
         return same and len(x.shape) > 1 and len(weight.shape) == 2
@@ -213,9 +216,9 @@ class Overlaps:
         for place, name in list(enumerate(linear.inputs))[2:]:
             bias = self.linears.graph[name]
             asked = self._steps(bias, self.result(name), operands[place])
-            if [(one.op, one.axes) for one in asked] != [("to_partial", step.axes)]:
+            if [(one.op, one.axes) for one in asked[-1:]] != [("to_partial", step.axes)]:
                 return None
-            operands[place] = asked[0].src
+            operands[place] = asked[-1].src
         return Overlapped(step, linear, (linear,), tuple(operands))
 
     def _steps(self, value: Node, src: Layout, dst: Layout) -> tuple[Step, ...]:

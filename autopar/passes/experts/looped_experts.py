@@ -7,6 +7,10 @@
 A trace has every expert on all tokens, and masks or weights that are zero for tokens that did not
 choose it. If all experts compute the same function of the same tokens, and the masks select the
 tokens that chose each expert, the loop becomes one `autopar.mixture` of their stacked weights.
+
+Behind these, there may be experts of another kind, such as LongCat-Flash's, which give tokens back
+("zero-computation experts"). Their parts of the sum remain operators on all tokens. The mixture
+gets the choice of such an expert as that of one of its own with a weight of zero.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class _Mixture:
 
     Attributes:
         ids: the choices.
-        addends: the experts' parts, in the order of their numbers.
+        addends: the parts of the first experts, in the order of their numbers.
     """
 
     ids: Ids
@@ -111,9 +115,9 @@ def _complete(total: Sum, chosen: ChosenElements) -> list[_Mixture]:
         group[found.expert] = addend
     mixtures = []
     for (ids, *_), group in groups.items():
-        if sorted(group) != list(range(ids.experts)):
+        if len(group) < 2 or sorted(group) != list(range(len(group))):
             return []
-        mixtures.append(_Mixture(ids, tuple(group[n] for n in range(ids.experts))))
+        mixtures.append(_Mixture(ids, tuple(group[n] for n in range(len(group)))))
     sets = [addend.sets for addend in total.addends]
     empty = all(graph[bare(name, graph)].op in _NOTHING or _is_zero(name, graph)
                 for name in total.others)  # fmt: skip
@@ -214,7 +218,10 @@ class _Writer:
         tokens, width = math.prod(x.shape[:-1]), x.shape[-1]
         slots = 1 if of.ids.pairs else _slots(of.ids, self.graph)
         ids = self.viewed(of.ids.source, (tokens, slots))
-        weights = self.weights(of, ids, (tokens, slots))
+        if len(of.addends) < of.ids.experts:
+            ids, weights = self.own_choices(of, ids, (tokens, slots))
+        else:
+            weights = self.weights(of, ids, (tokens, slots))
         products = [(a.expert.gate, a.expert.up, a.expert.down) for a in of.addends]
         stacks = [
             [self.stacked(names, at) for at in (1, 2)] for names in zip(*products, strict=True)
@@ -232,6 +239,25 @@ class _Writer:
         if gate_bias or up_bias or down_bias:
             args = (*args, gate_bias, up_bias, down_bias)
         return self.new("mixture", MIXTURE, args, TensorType(x.dtype, (tokens, width)))
+
+    def own_choices(self, of: _Mixture, ids: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
+        """Returns ids and weights, in which a choice of another expert has a weight of zero.
+
+        Such choices are dealt to all experts in turn, which does not change their balance.
+        """
+        count, kind = len(of.addends), self.editor[ids.name].type
+        known = self.new("known", "aten.lt.Scalar", (ids, count), TensorType("bool", shape))
+        ids = self.new("ids", "aten.remainder.Scalar", (ids, count), kind)
+        weights = self.weights(of, ids, shape)
+        kind = self.editor[weights.name].type
+        return ids, self.new("weights", "aten.where.self", (known, weights, self.zero(kind)), kind)
+
+    def zero(self, kind: TensorType) -> Ref:
+        """Returns a scalar 0 of a dtype."""
+        zero = Node(self.editor.fresh("zero"), "aten.zeros", ((),),
+                    (("dtype", Name(kind.dtype)),), (TensorType(kind.dtype, ()),))  # fmt: skip
+        self.editor.put(zero)
+        return Ref(zero.name)
 
     def stacked(self, names: Sequence[str], at: int) -> Ref | None:
         """Returns operands of the experts' products in one tensor, None if they have none."""
@@ -294,10 +320,7 @@ class _Writer:
                 value = self.new("w", "aten.to.dtype", (mask, Name(dtype)), kind)
                 continue
             kind = self.editor[value.name].type
-            zero = Node(self.editor.fresh("zero"), "aten.zeros", ((),),
-                        (("dtype", Name(kind.dtype)),), (TensorType(kind.dtype, ()),))  # fmt: skip
-            self.editor.put(zero)
-            value = self.new("w", "aten.where.self", (mask, value, Ref(zero.name)), kind)
+            value = self.new("w", "aten.where.self", (mask, value, self.zero(kind)), kind)
         assert value is not None  # an addend without scale and mask has no support
         return value
 

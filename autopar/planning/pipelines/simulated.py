@@ -32,11 +32,13 @@ from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
 from autopar.planning.pipelines.borders import Messages
+from autopar.planning.pipelines.gradient_sums import waited_sums
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.streaming import copies_of, late_sums, taken
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model, host_of
 from autopar.simulate import (
+    covered,
     fixed_bytes,
     issued_seconds,
     kept_bytes,
@@ -55,8 +57,9 @@ class StageFigures:
 
     Attributes:
         forward, backward: seconds of one microbatch.
-        once: seconds of gradient synchronisation and the optimizer, for each update.
-        optimizer: seconds of the optimizer alone.
+        gradients: seconds of gradient synchronisation for each update, if nothing else runs.
+        slowdown: factor by which kernels and that synchronisation slow down while both run.
+        optimizer: seconds of the optimizer.
         fixed: bytes of parameters, gradients and optimizer state on a device.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
@@ -67,7 +70,8 @@ class StageFigures:
 
     forward: float
     backward: float
-    once: float
+    gradients: float
+    slowdown: float
     optimizer: float
     fixed: float
     kept: float
@@ -167,14 +171,25 @@ def _costs(
     """Returns the costs of the stages' actions."""
     costs = []
     for graph, stage, own in zip(graphs, plan.stages, figures, strict=True):
-        update, late = own.once, 0.0
+        half = schedule.half_backward(own.backward, own.again)
+        cost = StageCost(own.forward, half, half, own.kept, update=own.optimizer)
         if schedule.pending:
             price = prices(stage.mesh).collective
             now, late = late_sums(graph, stage, schedule.outer, price)
-            update = own.optimizer + now
-        half = schedule.half_backward(own.backward, own.again)
-        costs.append(StageCost(own.forward, half, half, own.kept, update=update, sums=late))
-    return costs
+            cost = cost._replace(update=cost.update + now, sums=late)
+        elif not schedule.flushes:  # another stage may update in between: its own backward alone
+            after = side_by_side(own.backward, own.gradients, own.slowdown) - own.backward
+            cost = cost._replace(update=cost.update + after)
+        costs.append(cost)
+    if not schedule.flushes:
+        return costs
+    waited = waited_sums(
+        schedule, costs, [own.gradients for own in figures], [own.slowdown for own in figures]
+    )
+    return [
+        cost._replace(update=cost.update + seconds)
+        for cost, seconds in zip(costs, waited, strict=True)
+    ]
 
 
 def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
@@ -194,20 +209,20 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)
     issued = issued_seconds(step, settings.host)
-    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
-    again = 0.0
-    for span in timeline.spans:
-        task = span.task
-        seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
-        again += span.seconds if task.is_recomputation else 0.0
+    own = [span for span in timeline.spans if span.task.cause != "gradient"]
+    seconds = {
+        phase: covered(span for span in own if span.task.phase == phase)
+        for phase in ("forward", "backward", "optimizer")
+    }
+    gradients = sum(s.seconds for s in timeline.spans if s.task.cause == "gradient")
+    again = covered(span for span in own if span.task.is_recomputation)
     fixed, kept = fixed_bytes(step), kept_bytes(step)
     overlapped = "gradient" in usual.overlap
-    slowdown = chip.slowdown if overlapped else 2.0
-    after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
     return StageFigures(
         max(seconds["forward"], issued["forward"]),
         max(seconds["backward"], issued["backward"]),
-        after + seconds["optimizer"],
+        gradients,
+        chip.slowdown if overlapped else 2.0,
         seconds["optimizer"],
         fixed,
         kept,

@@ -28,7 +28,6 @@ from autopar.intra_op.build import build
 from autopar.intra_op.node_choices import AllowedStorages, Option
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.solvers import solve
 from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
@@ -57,17 +56,17 @@ from autopar.planning.pipelines.variants import (
 )
 from autopar.planning.prices import by_kind, cost_model, host_of, slowdown_of
 from autopar.planning.recomputation import parse_recompute
+from autopar.planning.within_memory import solve_by_work
 from autopar.simulate import settings_on
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, recomputation
 _Alone = tuple[float, float, float]
-# Accuracy of prices; the stages that are chosen in the end are planned again to the optimum.
-_PRICED = {"gap": 0.04, "time_limit": 0.5}
+# Accuracy and work of prices; the stages that are chosen in the end are planned to the optimum.
+_GAP, _WORK = 0.04, 0.5
 _NEAR = 1.5  # a choice may be reused for up to this factor less in flight
 _TRIES = 3  # limits to try if transient memory exceeds the limit
-_TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,6 @@ class StageCosts:
         self.mesh, self.shapes, self.flight = mesh, shapes, flight
         self.options, self.memory, self.streamed = options, by_kind(memory, mesh), streamed
         self.most, self._layered = most, layered
-        self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int, int], _Alone] = {}
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
@@ -328,7 +326,7 @@ class StageCosts:
         if sum(min(node.memory) for node in problem.nodes) > (problem.memory_limit or math.inf):
             return None
         try:
-            return solve(problem, solver=self.options.solver, **self._solving).choice
+            return solve_by_work(problem, self.options.solver, _WORK, gap=_GAP).choice
         except InfeasibleError:
             return None
 

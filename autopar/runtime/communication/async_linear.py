@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.runtime import torch_private
 from autopar.runtime.communication.group import Group
+from autopar.runtime.ranks.shared import backend
 
 
 def reach_one_another(group: Group) -> bool:
@@ -24,7 +25,7 @@ def reach_one_another(group: Group) -> bool:
 
     They are distinct devices of one host that all processes can access.
     """
-    if not torch.cuda.is_available() or group.size == 1:
+    if backend() != "nccl" or group.size == 1:
         return False
     own = torch.cuda.current_device()
     seen = [

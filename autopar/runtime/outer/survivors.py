@@ -13,7 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.runtime.outer.membership import Attendance
 from autopar.runtime.ranks.channel import Channel, PendingCall
-from autopar.runtime.ranks.shared import Lease, Peers
+from autopar.runtime.ranks.shared import Lease, Peers, backend
 
 SILENT = 10.0  # seconds without a sign of life after which a rank is lost
 _BLINK = 0.01  # seconds
@@ -37,11 +37,11 @@ class Survivors:
     @classmethod
     def of(cls, outer: Outer, mesh: Mesh, lease: Lease) -> Survivors | None:
         """Returns it if replicas are to continue; OptionError if this backend cannot."""
-        if not outer.goes_on or not dist.is_initialized() or dist.get_backend() == "fake":
+        if not outer.goes_on or not dist.is_initialized() or backend() == "fake":
             return None
-        if dist.get_backend() != "gloo":
+        if backend() != "gloo":
             raise OptionError(
-                f'on_loss="continue" does not work with {dist.get_backend()}',
+                f'on_loss="continue" does not work with {backend()}',
                 why="its collectives do not end when a rank is lost",
                 todo="use gloo, or resume from a checkpoint on fewer devices",
             )

@@ -53,6 +53,7 @@ class Gradients:
         rounds: backwards per step.
         order: id of an updated tensor -> number; only gradients with one number are sent together.
         room: returns a flat tensor for the gradient shards of some parameters, or None.
+        overlaps: whether collectives run on a stream of their own on a GPU.
 
     Attributes:
         weights: parameters with collectives, by the id of the stored tensor.
@@ -65,9 +66,11 @@ class Gradients:
         rounds: int = 1,
         order: Mapping[int, int] | None = None,
         room: Room = lambda weights: None,
+        overlaps: bool = True,
     ) -> None:
         self.weights = dict(weights.moving)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        beside = overlaps and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if beside else None
         self._rounds, self._order, self._room = rounds, order or {}, room
         self._parts = Bucket(weights.comm, weights.bucket, "accumulate", order, self._first)
         self._whole = Bucket(weights.comm, weights.bucket, "reduce", order, room)

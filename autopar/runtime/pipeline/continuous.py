@@ -157,12 +157,17 @@ class Continuous:
             parts, self._period * self._size, enter, lambda s: share[s.number, s.copy]
         )
         self._options.begin(self._period)
+        drawn = 0
+        if self.ahead:  # ranks that do not synchronise detect differing generators by the report
+            # Before forwards give the generator the states of their stages.
+            drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes()) & 2**_BITS - 1
         for action in at_period(self._row, self._size, self._period):
             self._do(action)
         self._options.end()
         self._period += 1
         self.broken_off = False
-        self._reports.append(self._begin(*report()))
+        loss, token = report()
+        self._reports.append(self._begin(loss, token + drawn))
         if self._told is None or len(self._reports) > max(self.ahead, 1):
             self._told = self._read(self._reports.popleft())
         return self._told
@@ -246,8 +251,6 @@ class Continuous:
         squares = sum(self._squares.values(), torch.zeros_like(token))
         broken = torch.full_like(token, float(self._broken))
         self._broken = False
-        if self.ahead:  # ranks that do not synchronise detect differing generators here
-            token = token + (zlib.crc32(torch.get_rng_state().numpy().tobytes()) & 2**_BITS - 1)
         numbers = [loss.detach().double(), token, token.square(), broken, squares.to(token)]
         report = torch.stack(numbers)
         if self._everyone is None:

@@ -180,7 +180,7 @@ class OpenPipeline:
             modules,
             placement,
             inputs,
-            local_device(),
+            local_device(modules[0].mesh),
             read(folder / "weights.safetensors", load_file),
             training_of(settings, folder),
             tied=settings.get("tied", {}),

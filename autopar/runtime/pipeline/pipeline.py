@@ -35,6 +35,7 @@ from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
+from autopar.runtime.pipeline.sums import names_sums
 from autopar.runtime.pipeline.tied_copies import Copies
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Peers
@@ -121,11 +122,13 @@ class Pipeline(PipelineState):
         weights = [stage.weights for stage in self.stages.values()]
         self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
         rounds = in_update([self.row])
+        # Sums that the rows name take the gradients that autograd has accumulated.
+        overlaps = not any(names_sums(action) for row in placement.rows for action in row)
         for stage in self.stages.values():
             if stage.runtime.gradients is None:
                 count, order = rounds[stage.number, stage.copy], self.update.order
                 stage.runtime.gradients = Gradients(
-                    stage.weights, device, count, order, self.update.room
+                    stage.weights, device, count, order, self.update.room, overlaps
                 )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
@@ -139,7 +142,7 @@ class Pipeline(PipelineState):
         self.continuous: Continuous | None = None
         if not placement.flushes:
             holders, owners = self.copies.holders, self.update.owners
-            refuse_what_cannot_stream(modules, placement, training, holders, device, owners)
+            refuse_what_cannot_stream(modules, placement, training, holders, owners)
             self._intake.overlaps = True
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1

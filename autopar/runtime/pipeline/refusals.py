@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
-import torch
-
 from autopar.errors import ProgramError
-from autopar.ir.action import COPIES, SYNC_BEGIN, Action
+from autopar.ir.action import Action
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.pipeline.sums import names_sums
 from autopar.runtime.update.owners import Owners
 from autopar.runtime.update.update import Training
 
@@ -22,7 +21,6 @@ def refuse_what_cannot_stream(
     placement: Placement,
     training: Training,
     tied: Mapping[str, Collection[tuple[int, int]]],
-    device: torch.device,
     owners: Sequence[Owners] = (),
 ) -> None:
     """Refuses stages that cannot be updated while microbatches are in flight.
@@ -32,7 +30,6 @@ def refuse_what_cannot_stream(
         placement: ranks and rows of the stages.
         training: how the local parameters are updated.
         tied: keys of parameters that several stages share, with the sharing stages.
-        device: the device of this process.
         owners: updates that ranks do for one another.
 
     Raises:
@@ -76,9 +73,9 @@ def refuse_what_cannot_stream(
     for module in modules:
         _refuse_module(module, placement)
     for action in (action for row in placement.rows for action in row):
-        if action.kind == SYNC_BEGIN or action.axes or (action.names and action.over != COPIES):
+        if names_sums(action):
             _refuse_strangers(modules[action.stage], action)
-            _refuse_sums(modules[action.stage], device)
+            _refuse_sums(modules[action.stage])
 
 
 def _refuse_module(module: Generated, placement: Placement) -> None:
@@ -129,14 +126,8 @@ def _refuse_strangers(module: Generated, action: Action) -> None:
         _refuse(f"{action}, which names the {what}", why, "correct the row, or plan again")
 
 
-def _refuse_sums(module: Generated, device: torch.device) -> None:
+def _refuse_sums(module: Generated) -> None:
     """Refuses gradient sums that cannot overlap with the next steps."""
-    if device.type == "cuda":
-        _refuse(
-            "sums of gradients that arrive steps later, on a CUDA device",
-            "gradients are summed beside the backward there, bucket by bucket",
-            "use a synchronous schedule such as 1f1b",
-        )
     for parameter in module.parameters:
         storage = parameter.storage
         hops = storage.hops(

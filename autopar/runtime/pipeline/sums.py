@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.action import COPIES, SYNC_BEGIN, Action
 from autopar.runtime.parameters.shards import Weight
 from autopar.runtime.pipeline.in_flight_state import Get, Put
 from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.ranks.channel import PendingCall
+
+
+def names_sums(action: Action) -> bool:
+    """Returns whether an action sums gradients apart from the backward that made them."""
+    return action.kind == SYNC_BEGIN or bool(
+        action.axes or (action.names and action.over != COPIES)
+    )
 
 
 @dataclass(frozen=True)

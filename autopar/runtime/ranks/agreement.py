@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, RanksDifferError
+from autopar.runtime.ranks.shared import backend
 from autopar.runtime.torch_private import Store, group_timeout, own_store
 
 _GRACE = timedelta(seconds=10)  # the other ranks wait longer than the first by this
@@ -65,7 +66,7 @@ def compare_ranks(
 
 def _alone() -> bool:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return alone or dist.get_backend() == "fake"
+    return alone or backend() == "fake"
 
 
 class _Board:

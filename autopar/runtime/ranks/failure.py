@@ -39,7 +39,7 @@ from autopar.runtime.ranks.pace import PACE, Pace
 from autopar.runtime.ranks.record import Record
 from autopar.runtime.ranks.reports import Failure as Failure
 from autopar.runtime.ranks.reports import RankAnswers, may_follow
-from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.ranks.shared import Peers, backend
 from autopar.runtime.torch_private import Store, own_store
 
 _ANSWER_SECONDS = 10.0  # time-out of one request to the store
@@ -95,7 +95,7 @@ class Watch:
 
         Without a process group, or if this process is not among them, it watches nothing.
         """
-        if not dist.is_initialized() or dist.get_backend() == "fake":
+        if not dist.is_initialized() or backend() == "fake":
             return cls(None, 0, 1)
         rank = dist.get_rank()
         if len(ranks) == 1 or rank not in ranks:

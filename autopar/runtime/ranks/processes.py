@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.cost.device import name_of_product
 from autopar.errors import AutoparError, MeshError
 from autopar.files.checked_values import shown
 from autopar.ir.mesh import Axis, Mesh
@@ -64,7 +65,10 @@ def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
 
 def device_name(kind: str) -> str:
     """Returns the name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
-    return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+    if kind == "cpu":
+        return "cpu"
+    chip = torch.cuda.get_device_properties()
+    return name_of_product(chip.name, chip.total_memory)
 
 
 def accelerator() -> torch.device | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.ir.mesh import Mesh
 from autopar.runtime import torch_private
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.dumps import Dumps
@@ -25,14 +26,34 @@ from autopar.runtime.ranks.recorder import Recorder
 
 # Backends whose groups a process may end alone; NCCL's ranks may wait for one another there.
 _ENDED_ALONE = ("gloo", "fake")
+_ON_HOST = ("gloo", "fake", "mpi")
 _NAMED = 8  # most ranks in the name of a channel
 
 
-def local_device() -> torch.device:
-    """Returns this process's GPU under nccl, else the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def backend() -> str:
+    """Returns the default group's backend for tensors on this process's device, "" without a group.
+
+    `dist.get_backend` does not say it where a group has several, as "cpu:gloo,cuda:nccl", or where
+    torch chose them.
+    """
+    if not dist.is_initialized():
+        return ""
+    named = dict(entry.split(":") for entry in str(dist.get_backend_config()).split(","))
+    return named.get("cuda" if torch.cuda.is_available() else "cpu") or next(iter(named.values()))
+
+
+def local_device(mesh: Mesh | None = None) -> torch.device:
+    """Returns the device on which this process trains: its GPU, or the CPU.
+
+    It is the CPU if the processes communicate over a backend of the host, such as gloo, and for a
+    process without a group if the mesh is one of CPUs. Without a GPU it is always the CPU.
+    """
+    on_host = mesh is not None and mesh.device.lower() == "cpu"
+    if dist.is_initialized():
+        on_host = backend() in _ON_HOST
+    if on_host or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 Key = tuple[str, tuple[int, ...]]  # purpose, and global ranks
@@ -192,7 +213,7 @@ class Peers:
         there = whole is not None and dist.group.WORLD is whole
         for one in held:
             one.users -= 1
-            if one.users or (collected and there and dist.get_backend() not in _ENDED_ALONE):
+            if one.users or (collected and there and backend() not in _ENDED_ALONE):
                 continue
             one.ended = True
             for key in [key for key, other in self._shared.items() if other is one]:

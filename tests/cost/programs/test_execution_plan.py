@@ -125,7 +125,8 @@ def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | 
         (changed(halves(), 0, 0, 2, {"name": "nop"}), "wrong chunk"),
         (changed(packets(), 0, 1, 0, {"name": "nop"}), "wrong chunk"),
         (changed(packets(), 1, 0, 0, {"name": "nop"}), "wait for one another"),
-        (changed(halves(), 0, 0, 2, {"name": "glres"}), "not supported"),
+        (changed(halves(), 0, 0, 2, {"name": "glres"}), "adds unequal chunks"),
+        (changed(halves(), 0, 0, 2, {"name": "pray"}), "pray is not supported"),
         (changed(halves(), 0, 0, 3, {"name": "nop", "tbg_info": {"tb_id": 0}}), "not supported"),
         (changed(halves(), 0, 0, 3, {**WAIT, "channel_ids": [7]}), "no channel 7"),
         (

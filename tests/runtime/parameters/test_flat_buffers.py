@@ -225,9 +225,18 @@ def every(cases: list[tuple[str, int]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["one piece", "microbatches"])
+ZERO = ["zero1", "zero2", "zero3"]
+
+
 @pytest.mark.parametrize(
-    ("states", "times"), [(["ddp"], 2), (["zero1", "zero2", "zero3"], 3)], ids=["ddp", "zero"]
+    ("states", "times", "number"),
+    [
+        (["ddp"], 2, 1),
+        (ZERO, 3, 2),
+        pytest.param(["ddp"], 2, 2, marks=pytest.mark.slow),
+        pytest.param(ZERO, 3, 1, marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "zero, microbatches", "ddp, microbatches", "zero"],
 )
 def test_two_ranks_launch_once_for_each_group_of_the_optimizer(
     states: list[str], times: int, number: int

@@ -111,7 +111,7 @@ def deadly_capture(*args: object) -> None:
     ("how", "said"),
     [
         pytest.param(spin, "rank 2 did not come in time", marks=pytest.mark.slow),  # waits 20 s
-        (fail, "rank 2 failed: OSError: no such shard of data"),
+        pytest.param(fail, "rank 2 failed: OSError: no such shard of data", marks=pytest.mark.slow),
         (leave, "rank 2 ended in the middle of the training"),
         pytest.param(fail_in_capture, "rank 2 failed: ", marks=pytest.mark.slow),
         (die_in_capture, "rank 2 was lost"),

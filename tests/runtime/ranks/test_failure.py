@@ -165,7 +165,7 @@ def fail_while_others_are_outside(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("play", "store", "failing"),
     [
-        (fail_in_step, "file", 2),
+        pytest.param(fail_in_step, "file", 2, marks=pytest.mark.slow),
         pytest.param(fail_in_nested_step, "tcp", 2, marks=pytest.mark.slow),
         (first_fails, "tcp", 0),
         (fail_and_live_on, "tcp", 2),

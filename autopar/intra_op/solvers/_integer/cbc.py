@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,14 @@ import pulp
 
 from autopar.errors import MissingDependencyError
 from autopar.intra_op.reduce.flat import Ints
+from autopar.intra_op.solvers._budget import Budget
 from autopar.intra_op.solvers._integer.integer_program import Program
+
+NODE_SECONDS = 4e-5  # of a node of the search tree, per column, on a slow core
 
 
 def solve_program(
-    stated: Program, seconds: float, gap: float, report: Callable[[float, Ints | None], bool]
+    stated: Program, budget: Budget, gap: float, report: Callable[[float, Ints | None], bool]
 ) -> tuple[str, float]:
     """Solves a program as `integer_program.solve_program` does.
 
@@ -38,12 +42,14 @@ def solve_program(
         expression = pulp.LpAffineExpression([(variables[index[k]], value[k]) for k in inside])
         sense = pulp.LpConstraintEQ if lower == upper else pulp.LpConstraintLE
         lp += pulp.LpConstraint(expression, sense, rhs=float(upper))
-    lp.solve(_cbc(seconds, gap / stated.unit))
+    lp.solve(_cbc(budget, gap / stated.unit, len(variables)))
     if lp.status == pulp.LpStatusInfeasible:
         return "infeasible", np.inf
+    proved = lp.sol_status == pulp.LpSolutionOptimal
+    if not proved and budget.work < math.inf:
+        budget.spend(budget.unspent())  # its nodes were the rest of the work
     if lp.status != pulp.LpStatusOptimal:
         return "stopped", -np.inf
-    proved = lp.sol_status == pulp.LpSolutionOptimal
     objective = float(pulp.value(lp.objective) or 0.0)
     lower = stated.offset + stated.unit * objective - gap if proved else -np.inf
     taken = [k for k in range(binaries) if (variables[k].varValue or 0.0) > 0.5]
@@ -51,11 +57,17 @@ def solve_program(
     return "optimal" if proved else "stopped", lower
 
 
-def _cbc(seconds: float, gap: float) -> Any:
+def _cbc(budget: Budget, gap: float, columns: int) -> Any:
+    limits = {
+        "timeLimit": None if budget.time_limit == math.inf else budget.left(),
+        "maxNodes": None
+        if budget.work == math.inf
+        else int(budget.unspent() / (NODE_SECONDS * columns)) + 1,
+    }
     for kind in (pulp.COIN_CMD, pulp.PULP_CBC_CMD):  # the system's, or PuLP's own
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            solver = kind(msg=False, gapAbs=gap, gapRel=0.0, timeLimit=seconds)
+            solver = kind(msg=False, gapAbs=gap, gapRel=0.0, **limits)
         if solver.available():
             return solver
     raise MissingDependencyError(

@@ -26,11 +26,11 @@ LAST_TRIAL = 100.0  # above this there is no target
 FEW_PAIRS = 60_000
 CUTS = 50
 HALF = 0.5  # HiGHS restarts when a better price leaves this share of the gap
-NARROWING = 0.2  # share of the remaining time for bounds before HiGHS starts
+NARROWING = 0.2  # share of the remaining budget for bounds before HiGHS starts
 
 
 def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | None = None) -> None:
-    """Solves relaxation after relaxation until the gap is closed or time is up.
+    """Solves relaxation after relaxation until the gap is closed or the budget is spent.
 
     `idle` is called repeatedly while an integer program runs.
 
@@ -114,8 +114,7 @@ def _rest(search: Search, relaxation: Relaxation, dual: Dual, target: float) -> 
         return Narrowed((run(dual.without(target), name),), target, dual)
     if target == math.inf:
         return Narrowed((run(dual.flat, name),), target, dual)
-    end = search.elapsed() + NARROWING * search.left()
-    return narrow(dual, target, name, relaxation.offer, lambda: search.elapsed() > end)
+    return narrow(dual, target, name, relaxation.offer, search.budget.part(NARROWING).spent)
 
 
 def _program_of(
@@ -125,7 +124,7 @@ def _program_of(
     target: float,
     idle: Callable[[], None] | None,
 ) -> Ints | None:
-    """Returns the optimum of the remaining problem, or None if there is none or time is up."""
+    """Returns the optimum of the remaining problem, or None without one or budget."""
     latest: list[Ints] = []
     anew = -math.inf
     if target == search.price:
@@ -146,7 +145,7 @@ def _program_of(
         latest.clear()
         stated = program(rest.flat, span, cuts)
         status, bound = solve_program(
-            stated, search.left(), 0.5 * search.gap * scale, report, idle, search.seed
+            stated, search.budget, 0.5 * search.gap * scale, report, idle, search.seed
         )
         search.raise_bound(min(bound, target))
         if status == "infeasible" and target == math.inf:

@@ -16,14 +16,14 @@ from typing import Any
 import highspy
 import numpy as np
 
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], bool]
 
 
 def solve(data: Mapping[str, Any], tell: Tell) -> None:
-    """Solves a program and reports its progress.
+    """Solves a program and reports its progress, until `tell` returns False.
 
-    Reports are {"bound": ...}, with "choice" for a better solution, and at the end {"status":
-    "optimal" | "infeasible" | "stopped"}.
+    Reports are {"bound": ...}, with "choice" for a better solution and "looked" whenever HiGHS has
+    looked at its limits, and at the end {"status": "optimal" | "infeasible" | "stopped"}.
     """
     make: Any = highspy.Highs
     highs = make()
@@ -44,9 +44,9 @@ def solve(data: Mapping[str, Any], tell: Tell) -> None:
 
     def risen(event: Any) -> None:
         nonlocal last
-        if event.data_out.mip_dual_bound > last:
-            last = float(event.data_out.mip_dual_bound)
-            tell({"bound": last})
+        last = max(last, float(event.data_out.mip_dual_bound))
+        if not tell({"bound": last, "looked": True}):
+            event.interrupt()
 
     def better(event: Any) -> None:
         bound = float(event.data_out.mip_dual_bound)
@@ -87,9 +87,10 @@ def _model(data: Mapping[str, Any]) -> Any:
 
 
 def _main() -> None:
-    def tell(report: dict[str, Any]) -> None:
+    def tell(report: dict[str, Any]) -> bool:
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
+        return True  # the reader ends this process
 
     solve(np.load(io.BytesIO(sys.stdin.buffer.read())), tell)
 

@@ -21,7 +21,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +29,13 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
+from autopar.intra_op.solvers._budget import Budget
 
 MOST_INSIDE = 4_000
 """Columns of a program that is solved in this process, as it takes less than a second."""
+
+LOOK_SECONDS = 4e-5
+"""Seconds on a slow core, per column, between two looks of HiGHS at its limits."""
 
 
 @dataclass(frozen=True)
@@ -164,25 +167,32 @@ def _stacked(rows: list[Rows]) -> dict[str, Floats | Ints]:
 
 def solve_program(
     stated: Program,
-    seconds: float,
+    budget: Budget,
     gap: float,
     report: Callable[[float, Ints | None], bool],
     idle: Callable[[], None] | None = None,
     seed: int = 0,
 ) -> tuple[str, float]:
-    """Solves a program.
+    """Solves a program within a budget.
+
+    HiGHS calls back whenever it looks at its limits, at the same places in every run; these calls
+    are counted as work. A program is not begun if the work that is left is less than one of them.
 
     `report` gets (bound in seconds, choice or None) as they arrive, and stops the solver by
     returning False.
 
-    Returns "optimal", "infeasible", or "stopped" (out of time), and the bound in seconds.
+    Returns "optimal", "infeasible", or "stopped" (the budget is spent), and the bound in seconds.
     """
+    look = LOOK_SECONDS * len(stated.arrays["cost"])
+    if budget.unspent() < look:
+        budget.spend(look)  # so that it is over
+        return "stopped", -np.inf
     if importlib.util.find_spec("highspy") is None:
         from autopar.intra_op.solvers._integer import cbc
 
-        return cbc.solve_program(stated, seconds, gap, report)
-    limits = {"time_limit": seconds, "gap": gap / stated.unit, "seed": seed}
-    reader = _Reader(stated, report)
+        return cbc.solve_program(stated, budget, gap, report)
+    limits = {"time_limit": budget.left(), "gap": gap / stated.unit, "seed": seed}
+    reader = _Reader(stated, report, budget, look)
     if len(stated.arrays["cost"]) <= MOST_INSIDE:
         from autopar.intra_op.solvers._integer import highs
 
@@ -197,7 +207,7 @@ def solve_program(
         lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=_exchange, args=(child, buffer.getvalue(), lines)).start()
         try:
-            _follow(reader, lines, time.perf_counter() + seconds, idle)
+            _follow(reader, lines, budget, idle)
         finally:
             child.kill()
     return reader.status, reader.bound
@@ -206,15 +216,23 @@ def solve_program(
 class _Reader:
     """Reads the solver's reports: its status ("stopped" until it has ended) and bound."""
 
-    def __init__(self, stated: Program, report: Callable[[float, Ints | None], bool]) -> None:
-        self.stated, self.report = stated, report
+    def __init__(
+        self,
+        stated: Program,
+        report: Callable[[float, Ints | None], bool],
+        budget: Budget,
+        look: float,
+    ) -> None:
+        self.stated, self.report, self.budget, self.look = stated, report, budget, look
         self.status, self.bound, self.stopped = "stopped", -np.inf, False
 
-    def read(self, told: dict[str, Any]) -> None:
-        """Processes one report."""
+    def read(self, told: dict[str, Any]) -> bool:
+        """Processes one report; returns whether the budget lets the solver go on."""
+        if told.get("looked"):
+            self.budget.spend(self.look)
         if told.get("status") == "infeasible":
             self.status, self.bound, self.stopped = "infeasible", np.inf, True
-            return
+            return False
         risen = self.stated.offset + self.stated.unit * told.get("bound", -np.inf)
         self.bound = max(self.bound, risen)
         choice = None
@@ -222,7 +240,9 @@ class _Reader:
             choice = np.array(told["choice"], dtype=np.int64) - self.stated.flat.start[:-1]
         going = self.report(self.bound, choice)
         self.status = told.get("status", self.status)
-        self.stopped = "status" in told or not going
+        over = self.budget.over
+        self.stopped = "status" in told or not going or over
+        return not over
 
 
 def _exchange(child: subprocess.Popen[bytes], data: bytes, lines: queue.Queue[bytes]) -> None:
@@ -239,14 +259,14 @@ def _exchange(child: subprocess.Popen[bytes], data: bytes, lines: queue.Queue[by
 
 
 def _follow(
-    reader: _Reader, lines: queue.Queue[bytes], end: float, idle: Callable[[], None] | None
+    reader: _Reader, lines: queue.Queue[bytes], budget: Budget, idle: Callable[[], None] | None
 ) -> None:
     while not reader.stopped:
-        wait = end - time.perf_counter()
+        wait = budget.left()
         try:
             line = lines.get(timeout=1e-3 if idle else min(max(wait, 1e-3), 0.5))
         except queue.Empty:
-            if wait < 0:
+            if wait <= 0:
                 return
             reader.read({})
             if idle:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.intra_op.reduce import run
 from autopar.intra_op.reduce.flat import Flat, Ints
 from autopar.intra_op.reduce.run import Reduced
-from autopar.intra_op.solvers._dual import Dual, ascend
+from autopar.intra_op.solvers._dual import Dual, ascend, step_work
 
 WORTH = 0.9  # another round follows if at most this share of the choices is left
 ROUNDS = 20
@@ -51,7 +51,7 @@ def narrow(
     target: float,
     name: str,
     offer: Callable[[Sequence[Ints]], float],
-    expired: Callable[[], bool],
+    expired: Callable[[float], bool],
 ) -> Narrowed:
     """Drops, round after round, everything that no solution at or below a target uses.
 
@@ -60,7 +60,7 @@ def narrow(
         target: seconds, finite.
         name: name of the problem, for messages.
         offer: takes cheap choices for the whole problem; returns the best price known.
-        expired: whether to stop after this round.
+        expired: counts seconds of work, and returns whether to stop after this round.
 
     Raises:
         InfeasibleError: no solution is at or below the target, or below the best price known.
@@ -68,9 +68,10 @@ def narrow(
     layers: tuple[Reduced, ...] = (run(dual.without(target), name),)
     for _ in range(ROUNDS):
         narrowed = Narrowed(layers, target, dual)
-        if not narrowed.flat.nodes or expired():
+        step = step_work(narrowed.flat)
+        if not narrowed.flat.nodes or expired(step):
             return narrowed
-        dual = ascend(narrowed.flat, dual.prices, target, lambda *_: expired())
+        dual = ascend(narrowed.flat, dual.prices, target, lambda *_, work=step: expired(work))
         target = min(target, offer([narrowed.expand(guess) for guess in dual.guesses]))
         layers = (*layers, run(dual.without(target), name))
         if len(layers[-1].flat.cost) > WORTH * len(narrowed.flat.cost):

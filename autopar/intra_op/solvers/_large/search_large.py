@@ -46,14 +46,14 @@ class Progress:
     """
 
     def __init__(self, search: Search, work: float, share: float, rate: float) -> None:
-        self.search, self.begun = search, search.elapsed()
-        self.seconds = share * search.left()
+        self.budget = search.budget
+        self.begun, self.seconds = self.budget.elapsed(), share * self.budget.left()
         self.most = max(int(work * search.work * rate), 1)
         self.done = 0
 
     def share(self) -> float:
         """Returns the share that is done, at most 1."""
-        clock = (self.search.elapsed() - self.begun) / max(self.seconds, 1e-9)
+        clock = (self.budget.elapsed() - self.begun) / max(self.seconds, 1e-9)
         return min(max(self.done / self.most, clock), 1.0)
 
 
