@@ -87,8 +87,9 @@ def _memory_over_time(held: float, peak: float, generates: bool) -> list[Text]:
     """Returns a note on the difference between the peak and the sum of causes, if there is one."""
     if held == peak:
         return []
-    if generates:
-        return [Text(f"  temporary values take {format_bytes(peak - held)}", style="dim")]
+    if generates or peak > held:
+        what = "temporary values" if generates else "temporary values and the allocator's reserve"
+        return [Text(f"  {what} take {format_bytes(peak - held)}", style="dim")]
     note = f"  the sum is {format_bytes(held)}: activations are freed as gradients are allocated"
     return [Text(note, style="dim")]
 

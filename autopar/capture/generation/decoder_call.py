@@ -74,9 +74,12 @@ def last_logits(output: Any) -> Tensor:
 
 def no_cache(model: nn.Module) -> CaptureError:
     """Returns the error for a model whose forward takes no cache."""
+    own = (
+        "add it, and in every attention layer attend to past_key_values.update(keys, values, "
+        "layer); see docs/how-to/generation.md"
+    )
     return CaptureError(
         f"{type(model).__name__} cannot generate",
         why=f"its forward has no argument {PAST!r} for keys and values of earlier tokens",
-        todo="add it, and in every attention layer attend to past_key_values.update(keys, values, "
-        "layer); see docs/how-to/generation.md",
+        todo="generate with transformers" if is_of_transformers(model) else own,
     )
