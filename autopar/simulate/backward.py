@@ -172,7 +172,8 @@ def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:
     fetched = weights.fetch(entry.saved)
     work = entry.operator.work.backward
     if work or any(size > 0 for size in memory.gradients):
-        needs = [ready, *(there for _, there in fetched)]
+        # Operands of an operator that is not recomputed may be gathered for its backward only.
+        needs = [ready, *(there for _, there in fetched), *(x.ready for x in entry.operands)]
         title, turns = f"{entry.name} backward", entry.operator.turns
         if turns > 1:
             calls, alone = entry.operator.asks[1], entry.operator.alone[1]
