@@ -13,6 +13,7 @@ from autopar.inter_op import schedules as package
 from autopar.inter_op.laws import law
 from autopar.inter_op.schedules import schedule, schedules
 from autopar.ir.action import format_row, parse_row
+from tests.support.further_modules import find_also
 
 
 def run(*arguments: object, code: int = 0) -> Result:
@@ -57,7 +58,7 @@ def test_a_method_in_one_more_file_is_listed_drawn_and_priced(
 ) -> None:
     source = Path(next(iter(package.__path__)), "two_buffered.py").read_text("utf-8")
     (tmp_path / "mine.py").write_text(source.replace('NAME = "2bw"', 'NAME = "mine"'))
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    find_also(monkeypatch, package, tmp_path)
     found = json.loads(run("--stages", 4, "--microbatches", 8, "--json").stdout)
     listed = {item["name"]: item for item in found["schedules"]}
     same = {key: value for key, value in listed["2bw"].items() if key != "name"}

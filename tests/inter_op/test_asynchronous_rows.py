@@ -28,6 +28,7 @@ from autopar.inter_op.schedules.pipedream import versions_of_replicas
 from autopar.inter_op.steady_state import steady
 from autopar.ir.action import UPDATE, Action, parse_row
 from autopar.ir.pipeline_step import Step, Wiring, unrolled
+from tests.support.further_modules import find_also
 
 WAYS: tuple[tuple[str, dict[str, int]], ...] = (
     ("pipedream", {}), ("pipedream", {"vertical": 1}), ("2bw", {}), ("ampnet", {}),
@@ -265,7 +266,7 @@ def test_a_further_method_is_one_file(tmp_path: Path, monkeypatch: pytest.Monkey
     source = Path(next(iter(package.__path__)), "two_buffered.py").read_text("utf-8")
     source = source.replace('NAME = "2bw"', 'NAME = "mine"')
     (tmp_path / "fifth_method.py").write_text(source)
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    find_also(monkeypatch, package, tmp_path)
     assert "mine" in candidates("stale gradients")
     assert "mine" not in candidates()
     made = schedule("mine", 3, 6)

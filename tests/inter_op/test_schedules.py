@@ -25,6 +25,7 @@ from autopar.inter_op.schedules import exact, schedule, schedules
 from autopar.inter_op.schedules.dualpipe_v import published
 from autopar.ir.action import Action
 from autopar.ir.pipeline_step import Wiring
+from tests.support.further_modules import find_also
 
 NAMES = exact()
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
@@ -352,7 +353,7 @@ def test_schedules_are_found_by_their_folder(
 ) -> None:
     source = Path(next(iter(package.__path__)), "gpipe.py").read_text("utf-8")
     (tmp_path / "mine.py").write_text(source.replace('NAME = "gpipe"', 'NAME = "mine"'))
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    find_also(monkeypatch, package, tmp_path)
     assert set(exact()) == {*NAMES, "mine"}
     assert schedule("mine", 2, 2).rows == schedule("gpipe", 2, 2).rows
     (tmp_path / "twin.py").write_text(source)

@@ -19,6 +19,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel
+from tests.support.further_modules import find_also
 from tests.support.halves import HALVES
 
 MATRIX = TensorType("f32", (1000, 600))
@@ -119,7 +120,7 @@ def test_a_plan_says_by_itself_how_gradients_go() -> None:
 
 def test_one_more_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "halves.py").write_text(HALVES)
-    monkeypatch.setattr(compression, "__path__", [*compression.__path__, str(tmp_path)])
+    find_also(monkeypatch, compression, tmp_path)
     compression._readers.cache_clear()
     method_of.cache_clear()
     try:

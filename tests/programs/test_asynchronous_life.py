@@ -77,7 +77,7 @@ def test_several_stages_of_a_rank_are_refused_by_name() -> None:
     row = parse_row("F0.0 F1.0 B1.0 UPDATE1.0 B0.0 UPDATE0.0")
     placement, training = Placement((((0,), (0,)),), (row,), 1), SimpleNamespace(clip_norm=None)
     with pytest.raises(ProgramError, match=r"the stages \[0, 1\] share their ranks") as caught:
-        refuse_what_cannot_stream([], placement, training, {}, torch.device("cpu"))  # type: ignore[arg-type]
+        refuse_what_cannot_stream([], placement, training, {})  # type: ignore[arg-type]
     assert "one optimizer would update both" in caught.value.why
 
 
@@ -92,7 +92,7 @@ def test_sums_of_what_a_stage_does_not_have_are_refused_by_name(over: str) -> No
         mesh=Mesh.parse("cpu: gpu=1"),
     )  # fmt: skip
     with pytest.raises(ProgramError, match="which names the") as caught:
-        refuse_what_cannot_stream([module], placement, training, {}, torch.device("cpu"))  # type: ignore[list-item, arg-type]
+        refuse_what_cannot_stream([module], placement, training, {})  # type: ignore[list-item, arg-type]
     assert "stage 0 trains no such parameter" in caught.value.why
 
 

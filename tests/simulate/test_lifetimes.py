@@ -22,7 +22,7 @@ from autopar.simulate.settings import settings_on
 from tests.support import models
 
 MESH = autopar.Mesh.parse("H100: node=2, gpu=2")
-LAYERS = 2
+LAYERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def early(made: tuple[Task, ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("recompute", ["selective 1", "full 1"])
+@pytest.mark.parametrize("recompute", ["selective 2", "full 2"])
 def test_no_buffer_is_freed_before_it_is_allocated(graph: Graph, recompute: str) -> None:
     options = Options(pins=[linears], recompute=recompute)
     plan = replace(make_plan(graph, MESH, options, Trace(None)), bucket=1)  # no shared gathers

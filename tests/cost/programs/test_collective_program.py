@@ -107,6 +107,7 @@ STAR = '''
 """All to rank 0 and back."""
 from autopar.cost.collectives._rounds import Rounds
 import math
+from tests.support.further_modules import find_also
 NAME = "star"
 
 def all_gather(shape):
@@ -122,7 +123,7 @@ def test_one_more_algorithm_is_one_more_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "star_of_a_test.py").write_text(STAR)
-    monkeypatch.setattr(collectives, "__path__", [*collectives.__path__, str(tmp_path)])
+    find_also(monkeypatch, collectives, tmp_path)
     algorithms.cache_clear()
     try:
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
