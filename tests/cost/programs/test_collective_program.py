@@ -15,6 +15,7 @@ from autopar.cost.programs.collective_program import CollectiveProgram, Message,
 from autopar.errors import CollectiveError
 from autopar.ir.chosen_algorithms import KINDS
 from tests.cost.programs.grids import ALGORITHMS
+from tests.support.further_modules import find_also
 
 RING = """\
 all_reduce by flat_ring over 3 in 3 chunks
@@ -107,7 +108,6 @@ STAR = '''
 """All to rank 0 and back."""
 from autopar.cost.collectives._rounds import Rounds
 import math
-from tests.support.further_modules import find_also
 NAME = "star"
 
 def all_gather(shape):
