@@ -47,7 +47,7 @@ def reduced_seconds(levels: tuple[Level, ...], nbytes: float, pieces: int) -> fl
 
 
 def dense_seconds(ranks: int, packed: bool, nbytes: float = GRADIENTS) -> float:
-    """Of all gradients in a step, over ranks in nodes of eight."""
+    """Returns the seconds of all gradients in a step, over ranks in nodes of eight."""
     levels = levels_over(f"A100-80: node={ranks // 8}, gpu=8", "node", "gpu")
     return packed_seconds(levels, nbytes) if packed else reduced_seconds(levels, nbytes, ranks)
 
@@ -71,7 +71,7 @@ def test_the_published_times_of_a_dense_model() -> None:
 
 
 def test_reduces_to_owners_grow_with_their_number_and_packed_ones_do_not() -> None:
-    """What the source gives as the reason: on 256 devices there is nothing to gain yet."""
+    """The reason that the source gives: on 256 devices there is nothing to gain yet."""
     gains = [dense_seconds(ranks, False) / dense_seconds(ranks, True) for ranks in (256, 512, 1024)]
     assert gains == sorted(gains)
     assert gains[0] < 1 < gains[1]

@@ -67,7 +67,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Run:
-    """How a sharded run goes, which its numbers do not depend on.
+    """Settings of a sharded run on which its numbers do not depend.
 
     Attributes:
         resumed: whether it is saved in the middle, and another program on another mesh goes on.

@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves.
+    """Results of a run.
 
     Attributes:
         losses: of every step.

@@ -43,7 +43,7 @@ MIDDLE = STEPS // 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went on a rank.
+    """Outcome of a case on a rank.
 
     Attributes:
         errors: by part, see `Trained.errors`; empty if it failed.

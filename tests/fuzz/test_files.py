@@ -66,7 +66,7 @@ def _late(signum: int, frame: Any) -> None:
 
 
 def tried(names: Sequence[str], count: int, seed: int, folder: Path) -> list[str]:
-    """What goes wrong with so many mutations of each format, in this process."""
+    """Returns the failures of so many mutations of each format, in this process."""
     faults = []
     known = {form.name: form for form in formats()}
     for name in names:
@@ -103,7 +103,7 @@ def test_many_damaged_files(name: str, tmp_path: Path) -> None:
 
 
 def places(folder: Path) -> list[Path]:
-    """What is no ordinary file, or none that can be read."""
+    """Paths that are no ordinary files, or cannot be read."""
     os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()
     (folder / "loop").symlink_to(folder / "loop")

@@ -82,7 +82,7 @@ def works(graph: Graph) -> dict[str, NodeWork]:
 
 
 def test_a_kernel_reads_and_writes_what_crosses_its_border_once() -> None:
-    """By hand: silu and the product are one kernel, the residual addition another."""
+    """Kernels counted by hand: silu and the product are one, the residual addition another."""
     graph = captured(Blocks(), "compiled=blocks")
     made = works(graph)
     inside = [n for n in graph.folded if n.part.fused and n.op != "autopar.share"]
