@@ -159,8 +159,14 @@ def _ready(name: str, size: Size) -> Step:
             model, size.mesh, optimizer=optimizer, example_inputs=batch, **OURS[name]
         )
         return partial(program.step, **batch)
-    updates = optimizer(model.parameters())
     forward = torch.compile(model) if name == "torch.compile" else model
+    return plain_step(forward, batch, optimizer(model.parameters()))
+
+
+def plain_step(
+    forward: Callable[..., Any], batch: dict[str, Tensor], updates: torch.optim.Optimizer
+) -> Step:
+    """A step of plain torch; `forward` returns the output of a model of transformers."""
 
     def step() -> Tensor:
         updates.zero_grad(set_to_none=True)

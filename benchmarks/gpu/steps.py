@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,13 +25,13 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.processes import device_name
 from autopar.zoo.construction import build, example_inputs
+from benchmarks.gpu.model import Step, plain_step
 from benchmarks.harness import middle, read, write
 
 WARM, STEPS = 4, 8
+Row = dict[str, Any]
 KEYS = ("model", "layers", "batch", "seq", "options", "device")
 FIGURES = ("step_ms", "low_ms", "high_ms", "peak_GiB", "predicted_ms", "predicted_GiB", "failed")
-Step = Callable[[], Tensor]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,11 @@ def measured(case: Case) -> Iterator[Row]:
                 row |= _predicted(program.plan)
                 del model
             else:
-                step = _plain(model, batch, optimizer)
+                step = plain_step(model, batch, optimizer(model.parameters()))
             row |= _timed(step)
         except (AutoparError, RuntimeError) as error:  # the others are still worth the run
             row["failed"] = " ".join(str(error).split())[:200]
         yield row
-
-
-def _plain(model: nn.Module, batch: dict[str, Tensor], optimizer: Any) -> Step:
-    updates = optimizer(model.parameters())
-
-    def step() -> Tensor:
-        updates.zero_grad(set_to_none=True)
-        loss: Tensor = model(**batch).loss
-        loss.backward()
-        updates.step()
-        return loss.detach()
-
-    return step
 
 
 def _timed(step: Step) -> Row:
