@@ -15,9 +15,11 @@ maximum is not. For every weight w between 0 and 1, though,
 and the right-hand side is again an ordinary problem: c counts 1 - w (2 - s) times and m counts
 (s - 1) + w (2 - s) times. Its optimum is also optimal for the maximum if f and g are equal there,
 or if w is 0 and f is larger, or if w is 1 and g is larger. Otherwise w moves half-way towards the
-larger term. Of all choices met, the fastest is returned, with the largest of the bounds. Forward
-and backward have a weight each. The objective does not see that the collectives of the last
-gradients have little left to overlap with; `autopar simulate` does.
+larger term. Of all choices met, the fastest is returned, with the largest of the bounds. If the
+weighted objective of a choice equals its maximum, the search ends there even without a proof:
+another weight cannot tell more about it. Forward and backward have a weight each. The objective
+does not see that the collectives of the last gradients have little left to overlap with;
+`autopar simulate` does.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ from autopar.intra_op.problem import FORBIDDEN, Choices, Problem, Solution
 
 ENDS = (0.0, 1.0)  # tried first; then the middle of the remaining interval
 ROUNDS = 5
+EQUAL = 1e-9  # relative difference of seconds that are equal but for rounding
 
 
-def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> Solution:
+def solve_side_by_side(
+    built: Built, solve: Callable[[Problem], Solution], gap: float = EQUAL
+) -> Solution:
     """Returns the fastest choice found, with its time and a lower bound.
 
     Args:
         built: the problem, with the costs of a program that waits for all collectives.
         solve: solves one problem.
+        gap: relative gap to the optimum that is accepted.
     """
     if not built.sides:
         return solve(built.problem)
@@ -57,7 +63,8 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
         if best is None or time < best.objective:
             best = replace(solution, objective=time)
         bound = min(bound, best.objective)
-        if best.objective - bound <= 1e-9 * abs(best.objective):
+        near = best.objective - bound <= max(gap, EQUAL) * abs(best.objective)
+        if near or time - solution.objective <= EQUAL * abs(time):
             break
         exposed = totals[:, 1] > totals[:, 0]
         low, high = np.where(exposed, weights, low), np.where(exposed, high, weights)

@@ -93,7 +93,7 @@ def solved(
         start = solution.choice
         return solution
 
-    solution = solve_side_by_side(limited, once)
+    solution = solve_side_by_side(limited, once, gap)
     # `evaluate` shares no code with the solvers; a plan that breaks the limit is never used.
     judged = evaluate(problem, solution)
     if not judged.feasible:

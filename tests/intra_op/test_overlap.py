@@ -20,8 +20,8 @@ from autopar.cost.overlap import TAKE_TURNS, side_by_side
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.node_choices import Option
-from autopar.intra_op.overlap_objective import solve_side_by_side
-from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
+from autopar.intra_op.overlap_objective import ROUNDS, solve_side_by_side
+from autopar.intra_op.problem import Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.work.kernel_work import works
@@ -157,3 +157,23 @@ def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, b
     # Were nothing beside, the same plan would take longer.
     waiting = replace(built, slowdown=TAKE_TURNS)
     assert waiting.hidden(chosen.choice) == 0.0
+
+
+@given(drawn(), st.floats(0.0, 0.1))
+@settings(max_examples=40, deadline=None)
+def test_an_inexact_solver_is_not_asked_again_about_a_choice_whose_value_it_knows(
+    built: Built, gap: float
+) -> None:
+    """Counts the problems solved by a solver whose bounds prove nothing."""
+    asked: list[Solution] = []
+
+    def inexact(problem: Problem) -> Solution:
+        asked.append(replace(solve(problem, "brute_force"), bound=-1.0))
+        return asked[-1]
+
+    found = solve_side_by_side(built, inexact, gap)
+    times = [evaluate(built.problem, s.choice).cost - built.hidden(s.choice) for s in asked]
+    assert found.objective == pytest.approx(min(times), rel=1e-12)
+    known = [t <= s.objective * (1 + 1e-9) for t, s in zip(times, asked, strict=True)]
+    assert not any(known[:-1])
+    assert known[-1] or len(asked) == (ROUNDS if built.sides else 1)
