@@ -104,12 +104,10 @@ def measured(plan: str, optimizer: str) -> dict[str, Any]:
     nbytes = torch.tensor(float(sum(session.update_bytes().values())))
     dist.all_reduce(nbytes)
     planned = sum(row.optimizer for row in parameters(session.graph, session.plan.stage, ()))
-    predicted = session.plan.stage.predicted.step_seconds
     session.close()
     return {
         "plan": plan, "optimizer": optimizer, "ms": round(1e3 * middle(spent[2:]), 2),
-        "predicted_ms": round(1e3 * predicted, 2), "state_bytes": int(nbytes) // RANKS,
-        "planned_bytes": int(planned),
+        "state_bytes": int(nbytes) // RANKS, "planned_bytes": int(planned),
     }  # fmt: skip
 
 
