@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from autopar.cost.device import device
 from autopar.errors import InfeasibleError
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import with_sends
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
@@ -112,6 +112,7 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
     streamed: Streamed = FLUSHED,
+    known: float = math.inf,
 ) -> SearchResult:
     """Returns the fastest pipeline of a model on a cluster.
 
@@ -128,9 +129,10 @@ def search(
         workers: processes that price stages, to which `options` can be sent; None for this one
             only.
         streamed: the schedule to choose, if it is asynchronous.
+        known: simulated seconds of a pipeline from another search, which this one should beat.
 
     Raises:
-        InfeasibleError: nothing fits into memory.
+        InfeasibleError: nothing fits into memory, or no closed form is faster than `known`.
         ScheduleError: a schedule is unknown.
         MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
     """
@@ -185,6 +187,7 @@ def search(
             progress=progress,
             probes=_usual(parts, microbatches, layers.samples * fewest),
             doubts={count: TOO_LOW for count in microbatches if count < FEW},
+            limit=known / (1 - INEXACT),
         )
     except InfeasibleError as error:
         each = " or ".join(map(format_bytes, dict.fromkeys(limits.values())))
@@ -309,7 +312,7 @@ def simulate_pipeline(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Ti
     timeline = simulate(rows, stage_costs, hops)
     if rows.flushes:
         return timeline.seconds + max(stage.once for stage in pipeline.stages), timeline
-    return steady(complete(rows), stage_costs, hops)[0], timeline
+    return steady(with_sends(rows), stage_costs, hops)[0], timeline
 
 
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
