@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from autopar.runtime.checkpoint.contents import LocalTensor, OptimizerState
 from autopar.runtime.checkpoint.holder import Holder
 from autopar.runtime.checkpoint.index import Index
@@ -22,6 +24,8 @@ from autopar.runtime.checkpoint.saving import taking
 from autopar.runtime.checkpoint.streams import WorkUnderWay
 from autopar.runtime.checkpoint.values import decode, encode
 from autopar.runtime.update.update import Update
+
+_SCALE = "the scale of the loss"
 
 
 class SavedState(Protocol):
@@ -58,20 +62,36 @@ class StepValues:
 
     def saved(self) -> tuple[list[Part], dict[str, Any]]:
         """Returns the values."""
-        return [], {"update": encode(self._update.state_dict(), "the scale of the loss")}
+        return [], {"update": encode(self._update.state_dict(), _SCALE)}
 
     def wanted(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
-        """Reads the values; they need no tensors."""
-        self._values = decode(index.details.get("update", {}))
+        """Reads the values, which need no tensors.
+
+        Raises:
+            CheckpointError: there are others, or no numbers; nothing is changed yet.
+        """
+        values = decode(index.details.get("update", {}))
+        with taking(_SCALE):
+            self._values = {
+                part: {key: _number(values[part][key], like) for key, like in own.items()}
+                for part, own in self._update.state_dict().items()
+                if part in values
+            }
         return []
 
     def give(self) -> None:
         """Continues from the values."""
-        with taking("the scale of the loss"):
-            self._update.load_state_dict(self._values)
+        self._update.load_state_dict(self._values)
 
     def restart(self) -> None:
         """Does nothing: steps count on."""
+
+
+def _number(value: Any, like: float) -> float:
+    """Returns a number of the type of another, if a device can hold it."""
+    number = type(like)(value)
+    torch.tensor(number)  # raises an error for integers of more than 64 bits
+    return number
 
 
 class Averages:
