@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,19 +50,9 @@ def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -
 
 
 def infeasible(
-    space: Space,
-    configs: Sequence[SingleChunkPipelines | EqualSubmeshPipelines],
-    limit: float = math.inf,
+    space: Space, configs: Sequence[SingleChunkPipelines | EqualSubmeshPipelines]
 ) -> InfeasibleError:
-    """Returns an error that names the known pipeline of equal sub-meshes with the least memory.
-
-    If only pipelines within a limit of seconds were wanted, it names the limit instead.
-    """
-    if limit < math.inf:
-        return InfeasibleError(
-            f"no pipeline takes less than {limit:.4g} s",
-            why="no closed form is faster than the pipeline of another search",
-        )
+    """Returns an error that names the known pipeline of equal sub-meshes with the least memory."""
     least, word = _frugal(space, configs, "none"), "needs"
     if least is None:  # the bounds rule out every pipeline, so nothing was priced
         least, word = _frugal(space, configs, "bound"), "needs at least"

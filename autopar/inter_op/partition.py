@@ -60,7 +60,6 @@ def partition(
     ahead: Callable[[Sequence[Cell]], None] | None = None,
     again: float = 0.0,
     doubts: Mapping[int, float] | None = None,
-    limit: float = math.inf,
 ) -> StageSearchResult:
     """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
@@ -96,11 +95,9 @@ def partition(
             assume that a recomputed stage keeps no activations in flight.
         doubts: number of microbatches -> fraction by which closed forms may be too low; 0 for the
             others. Such pipelines are looked at last, and must seem faster by that fraction.
-        limit: seconds of a pipeline from another search; only faster ones are looked for.
 
     Raises:
-        InfeasibleError: no pipeline fits into memory, no schedule fits the sizes, or none is faster
-            than the limit.
+        InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
         CostError: a figure of a stage cost is negative or not finite.
     """
     space = Space(
@@ -121,7 +118,7 @@ def partition(
             ]
         else:
             configs.append(EqualSubmeshPipelines(space, law, count, known[count]))
-    search = _Search(space, configs, most_calls, patience, gap, progress, doubts or {}, limit)
+    search = _Search(space, configs, most_calls, patience, gap, progress, doubts or {})
     search.probe(probes)
     search.guess()
     search.prove()
@@ -161,19 +158,18 @@ class _Search:
         gap: float,
         progress: Callable[[Progress], None] | None,
         doubts: Mapping[int, float],
-        limit: float,
     ) -> None:
         self.space, self.prices, self.configs = space, space.prices, configs
         self.most_calls = float("inf") if most_calls is None else most_calls
         self.patience = float("inf") if patience is None else patience
-        self.gap, self.progress, self.doubts, self.limit = gap, progress, doubts, limit
+        self.gap, self.progress, self.doubts = gap, progress, doubts
         self.best: Draft | None = None
         self.bound = 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds of the best known pipeline, or the limit."""
-        return self.limit if self.best is None else self.best.seconds
+        """Seconds of the best known pipeline."""
+        return float("inf") if self.best is None else self.best.seconds
 
     def _doubt(self, microbatches: int) -> float:
         """Returns by what factor a closed form counts, for it may be too low."""
@@ -360,7 +356,7 @@ class _Search:
     def result(self) -> StageSearchResult:
         """Returns the best pipeline, and other fully priced forms at most twice as slow."""
         if self.best is None:
-            raise infeasible(self.space, self.configs, self.limit)
+            raise infeasible(self.space, self.configs)
         limit, own = 2 * self.best.seconds, (self.best.law, self.best.microbatches)
         found = [self.best]
         counts = {count for count, _, _ in self.prices.known}

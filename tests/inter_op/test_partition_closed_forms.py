@@ -110,23 +110,6 @@ def test_what_is_missing_is_said_for_the_most_frugal() -> None:
         partition("aaaa", submeshes(Mesh.parse("H100: gpu=4")), microbatches=[1], **nothing)
 
 
-@pytest.mark.parametrize("patience", [0, None])
-def test_only_pipelines_within_a_limit_are_priced(patience: int | None) -> None:
-    """As after a search of other schedules, whose best pipeline takes as long."""
-    given_ = closed_form([1.0] * 8, 0.1) | {"patience": patience, "scaling": True}
-    parts = submeshes(Mesh.parse("H100: gpu=8"))
-    free = partition("a" * 8, parts, microbatches=[4, 64], **given_)
-    best = free.best.seconds
-    above = partition("a" * 8, parts, microbatches=[4, 64], **given_, limit=1.01 * best)
-    assert above.best == free.best
-    priced = []
-    cost = given_["stage_cost"]
-    given_["stage_cost"] = lambda *key: [priced.append(key), *cost(*key)][1:]  # type: ignore[operator]
-    with pytest.raises(InfeasibleError, match="no pipeline takes less than"):
-        partition("a" * 8, parts, microbatches=[4, 64], **given_, limit=best / 2)
-    assert len(priced) < free.calls
-
-
 def test_prices_that_are_none_are_refused() -> None:
     given_ = closed_form([1.0] * 4, 0.1)
     for bad in (math.nan, -1.0, math.inf):

@@ -216,10 +216,7 @@ def find_pipeline(
         progress(f"{step.doing}: {step.calls} stages priced, {known}")
 
     def searched(
-        options: Options,
-        schedules: Sequence[str],
-        streamed: Streamed = FLUSHED,
-        known: float = math.inf,
+        options: Options, schedules: Sequence[str], streamed: Streamed = FLUSHED
     ) -> SearchResult:
         return search(
             model,
@@ -233,7 +230,6 @@ def find_pipeline(
             progress=report,
             workers=workers,
             streamed=streamed,
-            known=known,
         )
 
     exact, options = candidates(), model.options
@@ -249,9 +245,8 @@ def find_pipeline(
         if reason:
             progress(f"{name} is left out: {reason}")
             continue
-        with suppress(InfeasibleError):  # or slower than what has been found
-            known = min(one.seconds for one in found)
-            found.append(searched(own, (name,), Streamed(name, tied), known))
+        with suppress(InfeasibleError):
+            found.append(searched(own, (name,), Streamed(name, tied)))
     return fastest(found)
 
 

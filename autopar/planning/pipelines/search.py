@@ -112,7 +112,6 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
     streamed: Streamed = FLUSHED,
-    known: float = math.inf,
 ) -> SearchResult:
     """Returns the fastest pipeline of a model on a cluster.
 
@@ -129,10 +128,9 @@ def search(
         workers: processes that price stages, to which `options` can be sent; None for this one
             only.
         streamed: the schedule to choose, if it is asynchronous.
-        known: simulated seconds of a pipeline from another search, which this one should beat.
 
     Raises:
-        InfeasibleError: nothing fits into memory, or no closed form is faster than `known`.
+        InfeasibleError: nothing fits into memory.
         ScheduleError: a schedule is unknown.
         MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
     """
@@ -187,7 +185,6 @@ def search(
             progress=progress,
             probes=_usual(parts, microbatches, layers.samples * fewest),
             doubts={count: TOO_LOW for count in microbatches if count < FEW},
-            limit=known / (1 - INEXACT),
         )
     except InfeasibleError as error:
         each = " or ".join(map(format_bytes, dict.fromkeys(limits.values())))
