@@ -70,13 +70,17 @@ def complete(
     return Step(done, schedule.placement, schedule.microbatches, wiring, queue)
 
 
-def with_sends(schedule: Schedule) -> Step:
-    """Returns the rows of a chain of stages without their receives, on which no time depends.
+def with_sends(schedule: Schedule, wiring: Wiring | None = None) -> Step:
+    """Returns complete rows without their receives, on which no time and no version depends.
 
     A receive takes no time on its rank, and its reader waits for the send in any case. There are as
     many receives as sends, and ordering them takes most of the time of `complete`.
+
+    Args:
+        schedule: the schedule to complete.
+        wiring: the connections of the model's stages; None for a chain.
     """
-    wiring = Wiring.chain(schedule.stages)
+    wiring = wiring or Wiring.chain(schedule.stages)
     schedule = tied_updates(schedule, wiring)
     known = {key: [send for send, _ in pairs] for key, pairs in _sends(schedule, wiring).items()}
     rows: list[list[Action]] = []

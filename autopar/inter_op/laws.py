@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import with_sends
 from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule
@@ -80,7 +80,7 @@ def law(name: str, **options: int) -> Law:
             if made.flushes:
                 bubble = simulate(made, costs).bubble
             else:
-                bubble = steady(complete(made), costs)[1]
+                bubble = steady(with_sends(made), costs)[1]
         return bubble / (1 - bubble) * microbatches / (ranks - 1)
 
     def in_flight(last: int, ranks: int, microbatches: int) -> float:
@@ -106,7 +106,7 @@ def _exposed(name: str, options: dict[str, int]) -> float:
         made = schedule(name, _RANKS, microbatches, **options)
         part = _RANKS / made.stages
         costs = [StageCost(part / 3, part / 3, part / 3)] * made.stages
-        step = prepare(made) if made.flushes else complete(made)
+        step = prepare(made) if made.flushes else with_sends(made)
         for transfer in (0.0, _TRANSFER):
             borders = [transfer * part / 2] * (made.stages - 1)
             if isinstance(step, Step):

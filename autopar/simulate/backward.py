@@ -93,11 +93,14 @@ class Block:
         arguments: its inputs, kept until its backward is done.
         results: its outputs.
         again: recomputes it; returns the new tape and the results on it.
+        kept: results of products that are not recomputed. The runtime keeps all of them until the
+            block's backward is done, as the halves of a split backward need them twice.
     """
 
     arguments: list[Value]
     results: list[Value]
     again: Callable[[], tuple[list[Entry], list[Value]]]
+    kept: tuple[Buffer, ...] = ()
 
 
 Entry = Computed | Resharded | Used | Summed | Block | OffloadedBlock
@@ -156,8 +159,8 @@ def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
             inner.gradient, inner.gradient_ready = outer.gradient, outer.gradient_ready
             outer.gradient = None
         _play(tape, recorder, weights)
-    for value in entry.arguments:
-        recorder.drop(value.buffer)
+    for buffer in (*(value.buffer for value in entry.arguments), *entry.kept):
+        recorder.drop(buffer)
 
 
 def _compute(entry: Computed, recorder: Recorder, weights: Weights) -> None:

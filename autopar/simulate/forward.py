@@ -14,7 +14,7 @@ from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
-from autopar.ir.recompute import RecomputedOperators, again, of_runs
+from autopar.ir.recompute import CORE, RecomputedOperators, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
@@ -189,12 +189,14 @@ class Forward:
             inner = self._results(function, arguments, names)
             for value in inner:
                 self.recorder.drop(value.buffer)
-            for buffer in twice.kept.values():
+            for buffer in brief:
                 self.recorder.drop(buffer)
             written, self.tape, self.twice = self.tape, [], None
             return written, inner
 
-        self.tape.append(Block(arguments, results, second))
+        kept = tuple(twice.kept.values())
+        brief, kept = (kept, ()) if kind == CORE else ((), kept)
+        self.tape.append(Block(arguments, results, second, kept))
         return results
 
     def _read(self, frame: dict[str, Value], names: dict[str, str], variable: str) -> Value:

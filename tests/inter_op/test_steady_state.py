@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import complete, with_sends
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.steady_state import longest_cycle, steady
@@ -62,6 +62,7 @@ def check(name: str, options: dict[str, int], draw: random.Random, periods: int)
     hops = [[some(8) for _ in range(made.stages - 1)] for _ in range(2)]
     step = complete(made)
     seconds, idle = steady(step, costs, *hops)
+    assert steady(with_sends(made), costs, *hops) == pytest.approx((seconds, idle), rel=1e-9)
     few, many = (simulate(step.unrolled(count * periods), costs, *hops) for count in (1, 2))
     assert (many.seconds - few.seconds) / periods == pytest.approx(seconds, rel=1e-3)
     busy = (sum(many.busy) - sum(few.busy)) / periods / len(step.rows)

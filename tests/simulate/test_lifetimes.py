@@ -12,6 +12,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.graph import Graph
+from autopar.ir.recompute import PRODUCTS
 from autopar.pins import PinContext, data_parallel, fsdp
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
@@ -68,3 +69,18 @@ def test_no_buffer_is_freed_before_it_is_allocated(graph: Graph, recompute: str)
     made = tasks(graph, plan, works(graph, plan, table()), AnalyticModel(MESH), settings_on("H100"))
     assert any(task.is_recomputation for task in made)
     assert not early(made)
+
+
+def test_kept_results_stay_until_the_backward_of_their_block_is_done(graph: Graph) -> None:
+    """As in the runtime: every half of a split backward recomputes the block and needs them."""
+    options = Options(pins=[data_parallel("node", "gpu")], recompute=f"selective {LAYERS}")
+    plan = make_plan(graph, MESH, options, Trace(None))
+    made = tasks(graph, plan, works(graph, plan, table()), AnalyticModel(MESH), settings_on("H100"))
+    (repeat,) = graph.repeats
+    for block in repeat.iterations:
+        own = {name for name in block if not graph[name].is_leaf}
+        last = max(n for n, t in enumerate(made) if t.phase == "backward" and t.node in own)
+        kept = {f"activation {name}" for name in block if graph[name].op in PRODUCTS}
+        freed = {name: n for n, task in enumerate(made) for name in task.frees if name in kept}
+        assert len(freed) > 1
+        assert min(freed.values()) >= last

@@ -87,15 +87,19 @@ class OnMicrobatches:
         self.batch, self.mesh, self.options = batch, mesh, options
         self.traced: dict[int, Graph] = {}
         self.deep: dict[int, Graph] = {}
+        self.layered: dict[int, Layered] = {}
         self.ends: tuple[str, ...] = ()  # of the layers
 
     def __call__(self, microbatches: int) -> Layered:
         """Returns the layers of the model on one microbatch, the same for every number of them."""
         samples = self.batch // microbatches
-        prepared = self._graph(samples)
-        graph = remove_shares(prepared)
-        seconds, _ = weights(graph, prepared, self.mesh, self.options)
-        return Layered(graph, self._layers(prepared, seconds), self.more, samples)
+        if samples not in self.layered:  # searches of several schedules ask for the same
+            prepared = self._graph(samples)
+            graph = remove_shares(prepared)
+            seconds, _ = weights(graph, prepared, self.mesh, self.options)
+            layers = self._layers(prepared, seconds)
+            self.layered[samples] = Layered(graph, layers, self.more, samples)
+        return self.layered[samples]
 
     def _layers(self, graph: Graph, seconds: Mapping[str, float]) -> Layers:
         """Returns the layers of a graph: those of the first one, whose weights differ.
@@ -229,9 +233,9 @@ def find_pipeline(
         )
 
     exact, options = candidates(), model.options
-    best = searched(options, exact)
+    found = [searched(options, exact)]
     names = [one for one in candidates(options.allow) if one not in exact]
-    others, tied = [], bool(names) and model(counts[0]).ties
+    tied = bool(names) and model(counts[0]).ties
     for name in names:
         rows = schedule_of(name, 2, 8)
         own = options_for(options, rows)
@@ -242,8 +246,8 @@ def find_pipeline(
             progress(f"{name} is left out: {reason}")
             continue
         with suppress(InfeasibleError):
-            others.append(searched(own, (name,), Streamed(name, tied)))
-    return fastest([best, *others])
+            found.append(searched(own, (name,), Streamed(name, tied)))
+    return fastest(found)
 
 
 def numbers_of_microbatches(batch: int) -> list[int]:

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from autopar.cost.device import device
 from autopar.errors import InfeasibleError
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import with_sends
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
@@ -309,7 +309,7 @@ def simulate_pipeline(pipeline: Pipeline, transfer: Transfer) -> tuple[float, Ti
     timeline = simulate(rows, stage_costs, hops)
     if rows.flushes:
         return timeline.seconds + max(stage.once for stage in pipeline.stages), timeline
-    return steady(complete(rows), stage_costs, hops)[0], timeline
+    return steady(with_sends(rows), stage_costs, hops)[0], timeline
 
 
 def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:

@@ -368,7 +368,8 @@ class StageCosts:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        once, each = self.streamed.copies(self.mesh.size // mesh.size, microbatches)
+        ranks = min(self.mesh.size // mesh.size, len(self.layered(microbatches).kinds))
+        once, each = self.streamed.copies(ranks, microbatches)
         held = tuple(kept_each(built, graph, mesh, n, o, each, given.precision) for n, o in pairs)
         further = tuple(once.of_choices(graph, mesh, n, o, given.precision) for n, o in pairs)
         host = settings_on(mesh.device, self.options.execution, host_of(model)).host

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.complete import complete
+from autopar.inter_op.complete import complete, with_sends
 from autopar.inter_op.schedule import Schedule
 from autopar.intra_op.node_choices import Option
 from autopar.intra_op.states import StateChoice
@@ -98,7 +98,7 @@ def copies_of(schedule: Schedule, wiring: Wiring | None = None) -> tuple[Copies,
     """
     if schedule.flushes:
         return (NO_COPIES,) * schedule.stages
-    rows, corrected = complete(schedule, wiring).rows, schedule.adjustment.decay > 0
+    rows, corrected = with_sends(schedule, wiring).rows, schedule.adjustment.decay > 0
     found = []
     for stage, rank in enumerate(schedule.placement[0]):
         sums = tuple(a for a in rows[rank] if a.kind in (*"BW", SYNC, UPDATE))

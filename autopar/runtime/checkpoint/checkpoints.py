@@ -14,21 +14,16 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CheckpointError, StateError
 from autopar.runtime.checkpoint import publish
-from autopar.runtime.checkpoint.contents import (
-    OptimizerState,
-    check_finite,
-    optimizer_parts,
-)
+from autopar.runtime.checkpoint.contents import check_finite
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import ADAPTER, deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.holder import Holder, Scheduler, fill
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
-from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
+from autopar.runtime.checkpoint.saved_states import states_of
 from autopar.runtime.checkpoint.saving import Saving, taking
-from autopar.runtime.checkpoint.streams import parts_under_way, room_for_parts
 from autopar.runtime.checkpoint.tensor_names import Names, Published, of_adapter
 from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
@@ -174,28 +169,24 @@ class Checkpoints:
             for h in holder.held
             if h.first and names.kind(h.name)
         ]
-        parts += [
-            Part(f"ema.{h.name}", h.average, h.updated_box, h.shape)
-            for h in holder.held
-            if h.first and h.average is not None
-        ]
-        under_way, streams = parts_under_way(holder)
-        states, optimizer = optimizer_parts(holder.update.optimizer, holder.held)
+        values_of_states: dict[str, Any] = {}
+        for state in states_of(holder):
+            own, more = state.saved()
+            parts += own
+            values_of_states |= more
         details = {
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
             "tied": dict(names.tied),
             "scheduler": scheduler and encode(scheduler.state_dict(), "the scheduler"),
             "values": encode(values, "values"),
-            "update": encode(holder.update.state_dict(), "the scale of the loss"),
             # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": random_state_text(torch.get_rng_state()),
-            "under_way": streams,
+            **values_of_states,
         }
-        everything = [*parts, *states, *residual_parts(holder.held), *under_way]
         if holder.independent is not None:
-            everything = holder.independent.saved(everything)
+            parts = holder.independent.saved(parts)
             details["outer"] = encode(holder.independent.details(), "the rounds")
-        return Snapshot(everything, optimizer, details)
+        return Snapshot(parts, details)
 
     def _group(self) -> dist.ProcessGroup | None:
         """Returns a group of all ranks for objects and host memory, None for a single process."""
@@ -266,32 +257,19 @@ class Checkpoints:
             read: fills the parts that this rank needs.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
-        states: list[OptimizerState | Residuals] = []
-        under_way = room_for_parts(self.holder, index)
+        states, independent = states_of(self.holder), self.holder.independent
 
         def wanted() -> list[Part]:
-            held, independent = self.holder.held, self.holder.independent
-            states.append(OptimizerState(self.holder.update.optimizer, held, index))
-            states.append(Residuals(held, index))
-            own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
-            everything = [*own, *(part for state in states for part in state.parts), *under_way]
-            return everything if independent is None else independent.wanted(everything, index)
+            parts = self._parts(index, matches, "model.")
+            parts += [part for state in states for part in state.wanted(index, matches)]
+            return parts if independent is None else independent.wanted(parts, index)
 
-        update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
-        if not index.under("ema"):
-            self.holder.update.restart()
-        with taking("the scale of the loss"):
-            self.holder.update.load_state_dict(update)
-        for state in states:
+        for state in reversed(states):
             state.give()
-        if self.holder.independent is not None:
+        if independent is not None:
             with taking("the rounds"):
-                self.holder.independent.take(decode(index.details.get("outer")))
-        if under_way:
-            record, *tensors = (part.tensor for part in under_way)
-            with taking("what was under way"):
-                self.holder.resume(record.cpu(), tensors)
+                independent.take(decode(index.details.get("outer")))
 
     def load_weights(
         self,
@@ -304,10 +282,10 @@ class Checkpoints:
             self._settle(self._group())
             self.holder.drain()
             matches = self._load_weights(source, rename, strict)
-            self.holder.update.restart()
+            for state in states_of(self.holder):
+                state.restart()
             if self.holder.independent is not None:
                 self.holder.independent.take(None)
-            forget(self.holder.held)
         kept = (name for name in self.holder.shapes if self.names.kind(name) == "model")
         return [name for name in kept if name not in self.names.tied and name not in matches]
 
@@ -358,14 +336,6 @@ class Checkpoints:
             if h.name in matches or (stored is not None and stored.shape == h.shape):
                 parts.append(Part(name, h.tensor, h.box, h.shape))
         return parts
-
-    def _averages(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
-        """Returns the destinations of this rank's averages, if the folder has them."""
-        return [
-            Part(f"ema.{matches[h.name]}", h.average, h.updated_box, h.shape)
-            for h in self.holder.held
-            if h.average is not None and f"ema.{matches[h.name]}" in index.tensors
-        ]
 
     @torch.no_grad()
     def _read(self, path: Path, index: Index, wanted: Callable[[], list[Part]]) -> None:

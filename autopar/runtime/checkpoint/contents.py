@@ -164,33 +164,6 @@ def groups_of(
         yield group, [(known[id(t)], t) for t in group["params"] if id(t) in known]
 
 
-def optimizer_parts(
-    optimizer: Optimizer, held: Sequence[LocalTensor]
-) -> tuple[list[Part], dict[str, Any]]:
-    """Returns the tensors of an optimizer's state on this rank, and the rest of it as JSON.
-
-    Raises:
-        CheckpointError: something cannot be saved; names it.
-    """
-    parts: list[Part] = []
-    values: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for group, members in groups_of(optimizer, held):
-        options = {k: v for k, v in group.items() if k not in _MANNER}
-        names = list(dict.fromkeys(h.name for h, _ in members))
-        groups.append({"options": encode(options, "an optimizer group"), "parameters": names})
-        for h, tensor in members:
-            for key, value in optimizer.state.get(tensor, {}).items() if h.first else ():
-                where = f"{key!r} of the optimizer's state of {h.name}"
-                if not isinstance(key, str) or "." in key:
-                    raise CheckpointError(f"{where} cannot be saved", why="it is not a plain name")
-                if isinstance(value, Tensor):
-                    parts.append(_state_part(h, key, value, where))
-                else:
-                    values.setdefault(h.name, {})[key] = encode(value, where)
-    return parts, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
-
-
 def _state_part(h: LocalTensor, key: str, value: Tensor, where: str) -> Part:
     """Returns a tensor of the optimizer's state, shaped like its parameter or one for all of it."""
     name, box, shape = f"optimizer.{h.name}.{key}", h.state_box, tuple(value.shape)
@@ -209,56 +182,10 @@ def _state_part(h: LocalTensor, key: str, value: Tensor, where: str) -> Part:
 # Loading -----------------------------------------------------------------------------------------
 
 
-def check_optimizer(
-    optimizer: Optimizer, held: Sequence[LocalTensor], record: Mapping[str, Any]
-) -> None:
-    """Compares an optimizer with that of a checkpoint, as far as this rank sees it.
-
-    Raises:
-        CheckpointError: another kind, or parameters of one group that had different ones.
-    """
-    kind = type(optimizer).__name__
-    if record["kind"] != kind:
-        raise CheckpointError(
-            f"the checkpoint is of {record['kind']}, the program trains with {kind}",
-            todo="train with the same optimizer, or load the weights only: load_weights(folder)",
-        )
-    for _ in _options(optimizer, held, record):
-        pass
-
-
-def _options(
-    optimizer: Optimizer, held: Sequence[LocalTensor], record: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields every group that the checkpoint contains, with its saved options.
-
-    A group is identified by its parameters, or by its number if it has none on this rank.
-    """
-    known = {name: group for group in record["groups"] for name in group["parameters"]}
-    numbered = len(record["groups"]) == len(optimizer.param_groups)
-    for number, (group, members) in enumerate(groups_of(optimizer, held)):
-        group_of = {
-            json.dumps(known[h.name]["options"]): h.name for h, _ in members if h.name in known
-        }
-        if len(group_of) > 1:
-            raise CheckpointError(
-                "the optimizer's groups differ from those of the checkpoint",
-                why=f"{' and '.join(group_of.values())} had different options",
-                todo="restore the groups, or load the weights only",
-            )
-        if not members and numbered:
-            group_of = {json.dumps(record["groups"][number]["options"]): ""}
-        for text in group_of:
-            options = decode(json.loads(text))
-            if not isinstance(options, dict) or any(key in options for key in _MANNER):
-                raise CheckpointError("the checkpoint's options of the optimizer are not a mapping")
-            yield group, options
-
-
 def room_for(
     h: LocalTensor,
     updated: Tensor,
-    key: str,
+    name: str,
     stored: Stored,
     dtype: torch.dtype,
     group: Mapping[str, Any],
@@ -269,7 +196,7 @@ def room_for(
     Args:
         h: the parameter.
         updated: the tensor of it that the optimizer updates.
-        key, stored: name of the state tensor, and its description in the checkpoint.
+        name, stored: name and description of the state tensor in the checkpoint.
         dtype: the parameter's dtype in the checkpoint; state of the same dtype follows the
             program's.
         group: the parameter's group.
@@ -278,6 +205,7 @@ def room_for(
     Raises:
         CheckpointError: this plan splits the parameter, but the tensor has another shape.
     """
+    key = name.rpartition(".")[2]
     like = stored.shape == h.shape and not (key == "step" and h.shape == ())
     box = h.state_box if like else Box.whole(stored.shape)
     if not like and stored.shape and h.state_box != Box.whole(h.shape):
@@ -296,48 +224,129 @@ def room_for(
     fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
     fits = fits and bool(box.sizes)  # counts may be shared
     tensor = old if fits else torch.empty(box.sizes, dtype=kind, device=device)
-    return Part(f"optimizer.{h.name}.{key}", tensor, box, stored.shape)
+    return Part(name, tensor, box, stored.shape)
 
 
 class OptimizerState:
-    """An optimizer's state in a checkpoint, to be read and then given to the optimizer.
+    """An optimizer's state on this rank; see `SavedState`.
 
     Args:
-        optimizer: the optimizer of this rank.
+        optimizer: the optimizer.
         held: the parameters that it updates.
-        index: the checkpoint.
-
-    Raises:
-        CheckpointError: as `check_optimizer`, or a tensor that does not fit this plan.
     """
 
-    def __init__(self, optimizer: Optimizer, held: Sequence[LocalTensor], index: Index) -> None:
+    def __init__(self, optimizer: Optimizer, held: Sequence[LocalTensor]) -> None:
         self._optimizer, self._held = optimizer, held
-        self._record = index.details["optimizer"]
-        check_optimizer(optimizer, held, self._record)
-        self.parts: list[Part] = []
+        self._stored: Mapping[str, str] = {}  # parameter -> its name in the checkpoint
+        self._record: Mapping[str, Any] = {}
         self._tensors: list[tuple[Tensor, str, Tensor]] = []
         self._values: list[tuple[Tensor, str, Any]] = []
+
+    def saved(self) -> tuple[list[Part], dict[str, Any]]:
+        """Returns the tensors of the state, and the rest of it as JSON.
+
+        Raises:
+            CheckpointError: something cannot be saved; names it.
+        """
+        parts: list[Part] = []
+        values: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for group, members in groups_of(self._optimizer, self._held):
+            options = {k: v for k, v in group.items() if k not in _MANNER}
+            names = list(dict.fromkeys(h.name for h, _ in members))
+            groups.append({"options": encode(options, "an optimizer group"), "parameters": names})
+            for h, tensor in members:
+                for key, value in self._optimizer.state.get(tensor, {}).items() if h.first else ():
+                    where = f"{key!r} of the optimizer's state of {h.name}"
+                    if not isinstance(key, str) or "." in key:
+                        why = "it is not a plain name"
+                        raise CheckpointError(f"{where} cannot be saved", why=why)
+                    if isinstance(value, Tensor):
+                        parts.append(_state_part(h, key, value, where))
+                    else:
+                        values.setdefault(h.name, {})[key] = encode(value, where)
+        kind = type(self._optimizer).__name__
+        return parts, {"optimizer": {"kind": kind, "groups": groups, "values": values}}
+
+    def wanted(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
+        """Returns the destinations of the tensors.
+
+        Raises:
+            CheckpointError: the optimizer is of another kind, parameters of one group had different
+                options, or a tensor does not fit this plan.
+        """
+        self._record, self._stored = index.details["optimizer"], matches
+        self._check()
+        parts: list[Part] = []
         stored = index.optimizer_state()
         dtypes = {name: entry.dtype for name, entry in index.under("model").items()}
-        for group, members in groups_of(optimizer, held):
+        for group, members in groups_of(self._optimizer, self._held):
             for h, tensor in members:
                 if h.stateless:
                     continue
-                for key, entry in stored.get(h.name, {}).items():
-                    dtype = DTYPES[dtypes.get(h.name, entry.dtype)]
-                    old = optimizer.state.get(tensor, {}).get(key)
-                    part = room_for(h, tensor, key, entry, dtype, group, old)
-                    self.parts.append(part)
+                name = self._name(h)
+                for key, entry in stored.get(name, {}).items():
+                    dtype = DTYPES[dtypes.get(name, entry.dtype)]
+                    old = self._optimizer.state.get(tensor, {}).get(key)
+                    where = f"optimizer.{name}.{key}"
+                    part = room_for(h, tensor, where, entry, dtype, group, old)
+                    parts.append(part)
                     self._tensors.append((tensor, key, part.tensor))
-                for key, value in self._record["values"].get(h.name, {}).items():
+                for key, value in self._record["values"].get(name, {}).items():
                     self._values.append((tensor, key, decode(value)))
+        return parts
 
     def give(self) -> None:
-        """Replaces the optimizer's state by the one that was read."""
+        """Replaces the optimizer's state and options by those that were read."""
         state = self._optimizer.state
         state.clear()
         for parameter, key, value in (*self._tensors, *self._values):
             state[parameter][key] = value
-        for group, options in _options(self._optimizer, self._held, self._record):
+        for group, options in self._options():
             group.update(options)
+
+    def restart(self) -> None:
+        """Does nothing: the optimizer continues with other weights, as torch's do."""
+
+    def _name(self, h: LocalTensor) -> str:
+        """Returns the name of a parameter in the checkpoint; tied parameters have several."""
+        return self._stored.get(h.name, h.name)
+
+    def _check(self) -> None:
+        """Compares the optimizer with that of the checkpoint, as far as this rank sees it."""
+        kind = type(self._optimizer).__name__
+        if self._record["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint is of {self._record['kind']}, the program trains with {kind}",
+                todo="train with the same optimizer, or load the weights only: "
+                "load_weights(folder)",
+            )
+        for _ in self._options():
+            pass
+
+    def _options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yields every group that the checkpoint contains, with its saved options.
+
+        A group is identified by its parameters, or by its number if it has none on this rank.
+        """
+        groups = self._record["groups"]
+        known = {name: group for group in groups for name in group["parameters"]}
+        numbered = len(groups) == len(self._optimizer.param_groups)
+        for number, (group, members) in enumerate(groups_of(self._optimizer, self._held)):
+            names = [self._name(h) for h, _ in members]
+            group_of = {json.dumps(known[n]["options"]): n for n in names if n in known}
+            if len(group_of) > 1:
+                raise CheckpointError(
+                    "the optimizer's groups differ from those of the checkpoint",
+                    why=f"{' and '.join(group_of.values())} had different options",
+                    todo="restore the groups, or load the weights only",
+                )
+            if not members and numbered:
+                group_of = {json.dumps(groups[number]["options"]): ""}
+            for text in group_of:
+                options = decode(json.loads(text))
+                if not isinstance(options, dict) or any(key in options for key in _MANNER):
+                    raise CheckpointError(
+                        "the checkpoint's options of the optimizer are not a mapping"
+                    )
+                yield group, options

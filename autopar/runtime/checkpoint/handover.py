@@ -32,10 +32,10 @@ def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
         lowest rank's counts.
     """
     own = [(p.name, dtype_name(p.tensor.dtype), p.shape, p.box) for p in snapshot.parts]
-    ranks = _gathered((own, snapshot.optimizer, snapshot.details), group)
+    ranks = _gathered((own, snapshot.details), group)
     tensors: dict[str, Stored] = {}
     owners: dict[str, dict[Box, int]] = {}
-    for rank, (parts, _, _) in enumerate(ranks):
+    for rank, (parts, _) in enumerate(ranks):
         for name, dtype, shape, box in parts:
             tensors.setdefault(name, Stored(dtype, shape, ()))
             if box.volume or not Box.whole(shape).volume:
@@ -51,8 +51,7 @@ def shared_index(snapshot: Snapshot, group: dist.ProcessGroup | None) -> Index:
         )
         for name, stored in tensors.items()
     }
-    details = {**ranks[0][2], "optimizer": merged([optimizer for _, optimizer, _ in ranks])}
-    return Index(found, details)
+    return Index(found, merged([details for _, details in ranks]))
 
 
 Value = TypeVar("Value")

@@ -67,12 +67,10 @@ class Snapshot:
 
     Attributes:
         parts: boxes of tensors.
-        optimizer: groups and values of this rank's parameters, as JSON; see `contents.py`.
-        details: the first rank's values for all; see `Index`.
+        details: values for `Index`; of the optimizer, those of this rank's parameters.
     """
 
     parts: Sequence[Part]
-    optimizer: Mapping[str, Any]
     details: Mapping[str, Any]
 
     def copied(self) -> Snapshot:
@@ -112,15 +110,13 @@ class SavePlanner(DefaultSavePlanner):
             )
             for index, part in self._parts.items()
         ]
-        self.plan = SavePlan(items, planner_data=(self._snapshot.optimizer, self._snapshot.details))
+        self.plan = SavePlan(items, planner_data=self._snapshot.details)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Assigns writers; the metadata has the `details` of the whole checkpoint."""
         plans, metadata = super().create_global_plan(all_plans)
-        _, details = all_plans[0].planner_data
-        optimizers = [optimizer for optimizer, _ in (plan.planner_data for plan in all_plans)]
-        metadata.planner_data = {**details, "optimizer": merged(optimizers)}
+        metadata.planner_data = merged([plan.planner_data for plan in all_plans])
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -128,8 +124,13 @@ class SavePlanner(DefaultSavePlanner):
         return self._parts[index].tensor
 
 
-def merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the record of an optimizer that all ranks' records make up; see `Snapshot`.
+def merged(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the details of a checkpoint: the first rank's, with all ranks' optimizers."""
+    return {**details[0], "optimizer": _merged([each["optimizer"] for each in details])}
+
+
+def _merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the record of an optimizer that all ranks' records make up.
 
     Groups keep their order. A rank of a pipeline may hold no parameter of a group; the options are
     taken from ranks that hold one.

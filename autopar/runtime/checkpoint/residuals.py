@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,37 +86,36 @@ def _holders(held: Sequence[LocalTensor]) -> Iterator[_Holder]:
             seen[first] += 1
 
 
-def residual_parts(held: Sequence[LocalTensor]) -> list[Part]:
-    """Returns the kept tensors of this rank, to be saved."""
-    parts = []
-    for holder in _holders(held):
-        slots = holder.slots
-        for slot, tensor in holder.memory.items():
-            if hop := slots.get(slot):
-                shape = holder.shape(hop)
-                parts.append(
-                    Part(f"{holder.name}.{slot}", tensor.unsqueeze(0), holder.box(hop), shape)
-                )
-            else:
-                name = f"{holder.name}.{slot}.{holder.held.state.comm.rank}"
-                shape = tuple(tensor.shape)
-                parts.append(Part(name, tensor, Box.whole(shape), shape))
-    return parts
-
-
 class Residuals:
-    """Residuals of compressed reductions, read from a checkpoint and then put in place.
+    """Residuals of compressed reductions on this rank; see `SavedState`.
 
     Args:
         held: the parameters of this rank.
-        index: the checkpoint.
     """
 
-    def __init__(self, held: Sequence[LocalTensor], index: Index) -> None:
-        self.parts: list[Part] = []
-        self._kept: list[tuple[Memory, str, list[Tensor], int]] = []
+    def __init__(self, held: Sequence[LocalTensor]) -> None:
         self._held = held
-        for holder in _holders(held):
+        self._parts: list[Part] = []
+        self._kept: list[tuple[Memory, str, list[Tensor], int]] = []
+
+    def saved(self) -> tuple[list[Part], dict[str, Any]]:
+        """Returns the tensors that compressed reductions keep."""
+        parts = []
+        for holder in _holders(self._held):
+            slots = holder.slots
+            for slot, tensor in holder.memory.items():
+                name, own = f"{holder.name}.{slot}", tuple(tensor.shape)
+                if hop := slots.get(slot):
+                    rows = tensor.unsqueeze(0)
+                    parts.append(Part(name, rows, holder.box(hop), holder.shape(hop)))
+                else:
+                    name = f"{name}.{holder.held.state.comm.rank}"
+                    parts.append(Part(name, tensor, Box.whole(own), own))
+        return parts, {}
+
+    def wanted(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
+        """Returns the destinations of what the checkpoint has of them."""
+        for holder in _holders(self._held):
             stored = {
                 name: entry
                 for name, entry in index.tensors.items()
@@ -130,6 +129,7 @@ class Residuals:
                 self._go_on(holder, stored)
             elif slots and holder.held.first and holder.name.endswith(".0"):
                 self._divide(holder, stored)
+        return self._parts
 
     def _go_on(self, holder: _Holder, stored: dict[str, Stored]) -> None:
         for slot, hop in holder.slots.items():
@@ -158,24 +158,23 @@ class Residuals:
     def _room(self, name: str, entry: Stored, box: Box, holder: _Holder) -> Tensor:
         device = holder.held.tensor.device
         tensor = torch.empty(box.sizes, dtype=DTYPES[entry.dtype], device=device)
-        self.parts.append(Part(name, tensor, box, entry.shape))
+        self._parts.append(Part(name, tensor, box, entry.shape))
         return tensor
 
     def give(self) -> None:
         """Replaces the kept tensors by those that were read."""
-        forget(self._held)
+        self.restart()
         for memory, slot, rooms, devices in self._kept:
             total = torch.stack([room.sum(0) for room in rooms]).sum(0)
             memory[slot] = total / devices if devices > 1 else total
+
+    def restart(self) -> None:
+        """Drops the kept tensors, which belong to other weights."""
+        for h in self._held:
+            if h.weight is not None:
+                h.weight.memory.clear()
 
 
 def _of_one(name: str) -> bool:
     """Returns whether a tensor belongs to one device, whose number its name ends with."""
     return name.rpartition(".")[2].isdigit()
-
-
-def forget(held: Sequence[LocalTensor]) -> None:
-    """Drops the kept tensors, which belong to other weights."""
-    for h in held:
-        if h.weight is not None:
-            h.weight.memory.clear()

@@ -100,8 +100,7 @@ class Writer(StorageWriter):
             for item in plan.items
             if item.tensor_data is not None and item.index.fqn.startswith("model.")
         }
-        _, details = plans[0].planner_data
-        self._draft = publish.begin(self.path, model_of(details, shapes))
+        self._draft = publish.begin(self.path, model_of(plans[0].planner_data, shapes))
         return [replace(plan, storage_data=str(self._draft.folder)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

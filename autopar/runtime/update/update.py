@@ -155,10 +155,14 @@ class Update:
         self.restart()
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Restarts the average from the current parameters."""
+    def restart(self, known: Collection[int] = ()) -> None:
+        """Restarts averages from the current parameters.
+
+        Args:
+            known: ids of parameters whose averages stay.
+        """
         if self.training.ema is not None:
-            for parameter in self._trained:
+            for parameter in (one for one in self._trained if id(one) not in known):
                 mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
                 away = {} if self.away is None else self.away.masters
                 mean.copy_(away.get(id(parameter), parameter))

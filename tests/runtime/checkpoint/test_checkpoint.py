@@ -292,6 +292,52 @@ def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
 # Models and weights ------------------------------------------------------------------------------
 
 
+class Tied(nn.Module):
+    """Two linears with one weight, which goes by the name of the linear that is made first."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.arange(64.0).reshape(8, 8).cos() / 4)
+        for name in names:
+            linear = nn.Linear(8, 8, bias=False)
+            linear.weight = weight
+            self.add_module(name, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule("head")(self.get_submodule("embed")(x).tanh())
+
+
+def test_all_state_of_tied_weights_is_found_under_either_name(tmp_path: Path) -> None:
+    losses = []
+    options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": torch.optim.AdamW, "ema": 0.5}
+    for names in (("embed", "head"), ("head", "embed")):
+        program = autopar.compile(Tied(*names), SINGLE, example_inputs=BATCH, **options)
+        if losses:
+            program.load_checkpoint(tmp_path / "one")
+        else:
+            trained(program)
+            program.save_checkpoint(tmp_path / "one").result()
+        losses.append([*trained(program), program.ema_state_dict()["head.weight"]])
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+
+def test_averages_that_a_checkpoint_lacks_begin_with_its_parameters(tmp_path: Path) -> None:
+    """A parameter that was frozen when the others were averaged."""
+    torch.manual_seed(0)
+    frozen = Mlp((8, 5, 3))
+    frozen.layers[0].weight.requires_grad_(False)
+    options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": torch.optim.AdamW, "ema": 0.5}
+    program = autopar.compile(frozen, SINGLE, example_inputs=BATCH, **options)
+    trained(program)
+    program.save_checkpoint(tmp_path / "one").result()
+    other = small(seed=1, ema=0.5)
+    other.load_checkpoint(tmp_path / "one")
+    found, averages = other.state_dict(), other.ema_state_dict()
+    assert torch.equal(averages["layers.0.weight"], found["layers.0.weight"])
+    assert torch.equal(averages["layers.0.bias"], program.ema_state_dict()["layers.0.bias"])
+    assert not torch.equal(averages["layers.0.bias"], found["layers.0.bias"])
+
+
 def test_another_models_checkpoint_is_refused(saved: tuple[Path, list[Tensor]]) -> None:
     path, _ = saved
     with pytest.raises(CheckpointError, match="does not fit") as caught:

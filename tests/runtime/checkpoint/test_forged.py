@@ -190,6 +190,10 @@ def twice(content: Content) -> None:
     content["tensors"]["ema.layers.0.weight"] = stored
 
 
+def update_values(*pairs: list[Any]) -> Callable[[Content], None]:
+    return detail("update", {"dict": [["check", {"dict": list(pairs)}]]})
+
+
 FORGED: dict[str, Callable[[Content], None]] = {
     "overlaps and leaves a gap": lambda c: parts(c, (0, 3), (1, 3)),
     "overlaps": lambda c: parts(c, (0, 3), (2, 5)),
@@ -219,6 +223,8 @@ FORGED: dict[str, Callable[[Content], None]] = {
     "random numbers of no generator": detail("random", "AAAA"),
     "no base64": detail("random", "\u00e9"),
     "values that are none": detail("values", {"call": "print"}),
+    "values of the update are missing": update_values(["steps", 1]),
+    "values of the update have too many bits": update_values(["steps", 10**30], ["nonfinite", 0]),
     "an empty part": lambda c: parts(c, (0, 0), (0, 5)),
 }
 

@@ -31,7 +31,8 @@ def save(path: Path, number: int, rows: int = 3) -> None:
         for name in "ab"
     ]
     details = {"names": ["a", "b"], "tied": {}, "scheduler": None, "values": number, "random": ""}
-    snapshot = Snapshot(parts, {"kind": "SGD", "groups": [], "values": {}}, details)
+    optimizer = {"kind": "SGD", "groups": [], "values": {}}
+    snapshot = Snapshot(parts, details | {"optimizer": optimizer})
     write_parts(Writer(path), SavePlanner(snapshot), None)
 
 
