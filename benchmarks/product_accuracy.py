@@ -72,7 +72,8 @@ def megatron_golden_rows() -> Iterator[Row]:
             row["global_batch"], row["micro_batch"], row["virtual_stages"], row["seq"],
             words, row["device"], 0.1, row["groups"],
         )  # fmt: skip
-        plan, head = product.megatron_core_plan(run), ("megatron-golden", row["device"])
+        plan = product.megatron_core_plan(run, product.GOLDEN_ON[run.device])
+        head = ("megatron-golden", row["device"])
         yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.step_seconds, plan)
         memory = product.last_rank_bytes(run) / 2**30
         yield _row(*head, "GiB a device", "predicted", row["max_gib"], memory)

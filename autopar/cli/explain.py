@@ -274,14 +274,17 @@ def _inside(listed: Iterable[Move]) -> Mapping[str, float]:
 
 def _assumptions(plan: StagePlan) -> Assumptions:
     """Returns how a plan's model is trained, without its optimizer states (listed separately)."""
+    execution = Execution.read(plan.asked.execution)
     return Assumptions(
         update=NO_STATES,
-        slowdown=slowdown_of(plan.mesh, Execution.read(plan.asked.execution)),
+        slowdown=slowdown_of(plan.mesh, execution),
         recompute=plan.recompute,
         microbatches=plan.microbatches,
         bucket=plan.bucket,
         precision=plan.precision,
         offload=plan.offload,
+        adds=execution.adds,
+        ahead=execution.ahead,
     )
 
 

@@ -10,6 +10,11 @@ causal mask the pairs on the diagonal are computed whole. The time is
 
 where `work` shares all pairs and starts of blocks among the processors, and `chain` is the longest
 row of pairs, one after another. Backwards five products take the place of two.
+
+A deterministic backward adds the gradients of queries in a fixed order. FlashAttention 2 then
+starts only as many programs for each head as keep all processors busy, each for every so many
+columns of keys (csrc/flash_attn/src/flash_bwd_launch_template.h, `params.deterministic`). A
+processor runs one at a time, so that many wait if all programs do not divide into processors.
 """
 
 from __future__ import annotations
@@ -18,12 +23,19 @@ from autopar.cost.kernel_tables import Attention
 from autopar.cost.work import Gemm
 
 NAMES = ("aten.scaled_dot_product_attention", "aten.scaled_dot_product_attention backward")
+ORDERED = f"{NAMES[1]} in order"
 BLOCK = 128  # queries or keys of a block
 BLEND = 3.0
 
 
 def attention_seconds(
-    table: Attention, gemm: Gemm, rate: float, processors: int, moving: float, backward: bool
+    table: Attention,
+    gemm: Gemm,
+    rate: float,
+    processors: int,
+    moving: float,
+    backward: bool,
+    ordered: bool = False,
 ) -> float:
     """Returns the seconds of a call.
 
@@ -34,6 +46,7 @@ def attention_seconds(
         processors: number of blocks computed at a time.
         moving: seconds to move the operands at the whole bandwidth of memory.
         backward: whether it is the backward.
+        ordered: whether it is a deterministic one.
     """
     causal = gemm.n == (gemm.m + 1) // 2 and gemm.m > 1
     rows, last = -(-gemm.m // BLOCK), min(gemm.m, BLOCK) / BLOCK
@@ -43,6 +56,10 @@ def attention_seconds(
     width = gemm.k + 2 * table.softmax
     one = 2.0 * BLOCK * BLOCK * width * processors / (rate * table.efficiency)
     work = gemm.batch * (pairs + rows * table.start) * one * last / processors
+    if ordered:
+        programs = -(-processors // gemm.batch)  # of a head
+        columns = -(-gemm.batch * programs // processors) * -(-keys // programs)
+        work *= columns * processors / (gemm.batch * keys)
     chain = (keys + table.start) * table.block_latency * last * gemm.k / (2 * BLOCK)
     seconds = float((work**BLEND + chain**BLEND) ** (1 / BLEND))
     return table.call + moving / table.memory + seconds / (table.backward if backward else 1.0)

@@ -23,9 +23,10 @@ apply, it multiplies less (Lavin & Gray, arXiv 1509.09308).
 
 The constants are in tables/products.csv and tables/convolutions.csv (cost/kernel_tables.py). In a
 long step, clocks are low and kernels share the device with other work: computing then takes
-`1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml). It was fitted
-to steps on matrix units and, of V100, holds for convolutions in f32. Products on vector units draw
-less power and keep the rate that they have alone (benchmarks/results/steps.csv: GPT-2 in f32).
+`1 / step_efficiency` of a short kernel's time, a figure of the device (devices.toml), and longer
+the more devices wait for their slowest one (`Device.step_share`). The figure was fitted to steps on
+matrix units and, of V100, holds for convolutions in f32. Products on vector units draw less power
+and keep the rate that they have alone (benchmarks/results/steps.csv: GPT-2 in f32).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 
 from autopar.cost.attention_seconds import NAMES as ATTENTION
-from autopar.cost.attention_seconds import attention_seconds
+from autopar.cost.attention_seconds import ORDERED, attention_seconds
 from autopar.cost.device import Device
 from autopar.cost.work import Convolved, Gemm
 from autopar.ir.tensor import DTYPE_BYTES
@@ -55,7 +56,7 @@ def kernel_seconds(
     dtype: str,
     gemm: Gemm | None = None,
     *,
-    in_step: bool = False,
+    in_step: int = 0,
     convolved: Convolved | None = None,
 ) -> float:
     """Returns the seconds of one kernel; 0 if it neither computes nor moves anything.
@@ -67,7 +68,7 @@ def kernel_seconds(
         nbytes: bytes read and written.
         dtype: dtype of the operands, as in the IR, or "tf32".
         gemm: shape of the matrix product, if it is one.
-        in_step: whether it is part of a long step, rather than run alone.
+        in_step: number of devices of the long step that it is part of; 0 if it runs alone.
         convolved: how a convolution runs as the product `gemm`.
 
     Raises:
@@ -79,12 +80,14 @@ def kernel_seconds(
     if gemm is None:
         return max(vector, memory_seconds(device, nbytes)) + device.launch
     units = device.rate(dtype, matmul=True) > device.rate(dtype, matmul=False)
-    in_step = in_step and (units or convolved is not None)
-    left = device.step_efficiency if in_step else 1.0
-    if op in ATTENTION:
-        rate, back = device.rate(dtype, matmul=True) * left, op == ATTENTION[1]
+    in_step *= units or convolved is not None
+    left = device.step_share(in_step) if in_step else 1.0
+    if op in (*ATTENTION, ORDERED):
+        rate, back = device.rate(dtype, matmul=True) * left, op != ATTENTION[0]
         moving = nbytes / device.memory_bandwidth
-        return attention_seconds(device.attention, gemm, rate, device.processors, moving, back)
+        return attention_seconds(
+            device.attention, gemm, rate, device.processors, moving, back, op == ORDERED
+        )
     moving = _operand_seconds(device, nbytes)
     computing = gemm_seconds(device, gemm, dtype)
     if min(gemm.m, gemm.n) < _NARROW:

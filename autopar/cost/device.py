@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
+from statistics import NormalDist
 from typing import Any, TypeVar
 
 from autopar.cost.kernel_tables import Attention, Convolutions, Links, Products, Row
@@ -19,7 +20,7 @@ from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
-_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation")
+_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "fragmentation", "variation")
 _TABLES = ("products", "attention", "links", "convolutions")
 Table = TypeVar("Table", bound=Row)
 PLAIN = Convolutions()  # as fast as products
@@ -65,6 +66,7 @@ class Device:
     switch_reduction: float
     library: str
     step_efficiency: float
+    variation: float
     memory_efficiency: float
     memory_ramp: float
     launch: float
@@ -112,6 +114,16 @@ class Device:
     def usable(self) -> float:
         """Bytes that tensors may occupy: the memory less the share lost to fragmentation."""
         return self.memory * (1 - self.fragmentation)
+
+    def step_share(self, devices: int) -> float:
+        """Returns the share of a short kernel's rate that is left in a step of several devices.
+
+        The devices wait for the slowest of them. Their rates are taken as normally distributed, of
+        which the lowest of n is expected so many deviations below the mean (Blom, "Statistical
+        Estimates and Transformed Beta-Variables", 1958).
+        """
+        below = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        return self.step_efficiency * max(1 - self.variation * below, 0.0)
 
     def rate(self, dtype: str, matmul: bool) -> float:
         """Returns the peak FLOP/s for operands of `dtype`, a dtype of the IR or "tf32".
@@ -276,6 +288,7 @@ def _described(name: str, given: Description) -> Device:
         switch_reduction=0.0,
         library="unknown",
         step_efficiency=1.0,
+        variation=0.0,
         memory_efficiency=0.7,
         memory_ramp=0.0,
         launch=10e-6,

@@ -56,6 +56,7 @@ class AnalyticModel:
         mesh: the devices.
         in_step: whether kernels are priced as parts of a long step, where clocks are lower and
             other work overlaps with them (`step_efficiency` of the device), or each as run alone.
+        whole: all devices of that step, of which `mesh` is a part; by default there are no others.
 
     Attributes:
         chosen: the algorithms, chosen by a plan, of calls that do not name one.
@@ -67,8 +68,8 @@ class AnalyticModel:
 
     chosen: ChosenAlgorithms = LIBRARY_ONLY
 
-    def __init__(self, mesh: Mesh, *, in_step: bool = False) -> None:
-        self.mesh, self.in_step = mesh, in_step
+    def __init__(self, mesh: Mesh, *, in_step: bool = False, whole: Mesh | None = None) -> None:
+        self.mesh, self.in_step = mesh, in_step * (whole or mesh).size
         self.device = device(mesh)
         self.network = Network(mesh, self.device)
         # Shapes repeat in a model and among strategies.

@@ -12,6 +12,7 @@ __all__ = [
     "Gemm",
     "NodeWork",
     "Work",
+    "accumulation_work",
     "adamw_work",
     "optimizer_work",
     "products_works",
@@ -59,6 +60,18 @@ def adamw_work(nbytes: float, rounded: float, dtype: str) -> Work:
     `rounded` bytes in lower precision. Takes 15 operations per value.
     """
     return Work("adamw_", 15 * nbytes / DTYPE_BYTES[dtype], 7 * nbytes + rounded, dtype)
+
+
+def accumulation_work(gradient: float, total: float, dtype: str) -> Work:
+    """Returns the work of adding a gradient to those of earlier microbatches.
+
+    Reads both and writes the sum.
+
+    Args:
+        gradient, total: bytes of the gradient, and of the sum, which may be in higher precision.
+        dtype: of the sum.
+    """
+    return Work("aten.add.Tensor", total / DTYPE_BYTES[dtype], gradient + 2 * total, dtype)
 
 
 def rounding_work(nbytes: float, rounded: float, dtype: str) -> Work:

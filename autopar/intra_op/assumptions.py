@@ -33,6 +33,8 @@ class Assumptions:
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
+        adds: whether products add the gradients of weights to those of earlier microbatches.
+        ahead: whether updated parameters are gathered beside the next step's forward.
         late_loss: whether the loss is summed over devices later, outside the program.
     """
 
@@ -48,6 +50,8 @@ class Assumptions:
     fused_update: bool = False
     overlapped: bool = False
     stored: Mapping[str, Storage] = field(default_factory=dict)
+    adds: bool = False
+    ahead: bool = False
     late_loss: bool = False
 
 

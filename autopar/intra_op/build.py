@@ -92,6 +92,7 @@ def build(
         refetched=builder.refetched,
         stowed=builder.stowed,
         host=builder.host,
+        ahead=given.ahead,
         overlapped=builder.hidden.found,
         coming=0.0 if builder.away is None else builder.away.seconds / given.microbatches,
     )

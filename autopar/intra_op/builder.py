@@ -166,6 +166,8 @@ class Builder:
         ):
             if any(seconds):
                 found[share.name] = tuple(count * each for each in seconds)
+        if any(cost.added for cost in costs):
+            self.backward[share.name] = tuple(count * cost.added for cost in costs)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
         if any(cost.host for cost in costs):
             self.host[share.name] = tuple(count * cost.host for cost in costs)
@@ -206,6 +208,8 @@ class Builder:
             self._again(share),
             self.away,
             self.fused_update,
+            self.given.adds,
+            self.given.ahead,
         )
 
     def _again(self, share: Node) -> float:

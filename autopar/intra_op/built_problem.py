@@ -44,6 +44,7 @@ class Built:
         host: node -> for each choice, bytes in host memory.
         coming: seconds per byte of optimizer state for the round trip to host memory, for one
             microbatch.
+        ahead: whether updated parameters are gathered beside the next step's forward.
         overlapped: edge number -> seconds that each pair of choices saves by running linears during
             the collective; already subtracted from the cost of the edge.
     """
@@ -66,6 +67,7 @@ class Built:
     stowed: Figures = field(default_factory=dict)
     host: Figures = field(default_factory=dict)
     coming: float = 0.0
+    ahead: bool = False
     overlapped: Mapping[int, Matrix] = field(default_factory=dict)
 
     @property
@@ -118,7 +120,10 @@ class Built:
                 totals["host_seconds"] += copied
                 totals["host_bytes"] += nbytes
             cause = "parameter_seconds" if parameter else "compute_seconds"
-            totals[cause] += node.cost[index] - inside - copied
+            summed = parameter and node.name in self.backward
+            added = self.backward[node.name][index] if summed else 0.0
+            totals["compute_seconds"] += added
+            totals[cause] += node.cost[index] - inside - copied - added
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
             totals["parameter_bytes" if parameter else "activation_bytes"] += held
         hidden = self.hidden(choice)

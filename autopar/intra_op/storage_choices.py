@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.cost.operator_memory import reduction_staging
-from autopar.cost.work import Work
+from autopar.cost.work import Work, accumulation_work
 from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.node_choices import Option
 from autopar.ir.collective import Collective
@@ -50,9 +50,10 @@ class StoredCost:
         synchronised: collectives of its gradient for which only the optimizer waits; included in
             `seconds`.
         fetched, refetched: gathering it for the forward and in the backward, overlapped with the
-            previous block; included in `seconds`.
+            previous block, or with the forward once it is updated; included in `seconds`.
         reduced: its gradient's collectives once per step; seconds of a whole step.
         gathered: gathering it after the optimizer has run; seconds of a whole step.
+        added: adding its gradient to those of earlier microbatches; included in `seconds`.
         nbytes: bytes by role; see `lifetimes.Role`.
         host: bytes in host memory.
     """
@@ -63,6 +64,7 @@ class StoredCost:
     refetched: float
     reduced: float
     gathered: float
+    added: float
     nbytes: dict[Role, float]
     host: float = 0.0
 
@@ -99,6 +101,7 @@ class StoredTraffic:
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
         residual: bytes of the residuals of compressed messages that a skipped step must restore.
+        added: seconds of adding a gradient to those of earlier microbatches.
     """
 
     seconds: dict[str, float]
@@ -108,6 +111,7 @@ class StoredTraffic:
     reducing: float
     at_end: bool
     residual: float
+    added: float
 
     def cost(
         self,
@@ -116,6 +120,8 @@ class StoredTraffic:
         again: float = 0.0,
         away: HostStateCost | None = None,
         fused: bool = False,
+        adds: bool = False,
+        ahead: bool = False,
     ) -> StoredCost:
         """Returns the price of the choice.
 
@@ -125,6 +131,8 @@ class StoredTraffic:
             again: share of its blocks that are recomputed in the backward, and gather it again.
             away: costs of optimizer state in host memory, None if it is on the device.
             fused: whether the update is one kernel, which needs no temporaries.
+            adds: whether products add gradients to those of earlier microbatches.
+            ahead: whether it is gathered beside the next forward, once it is updated.
         """
         totals = {
             when: seconds * (microbatches if when in EACH else 1)
@@ -134,7 +142,8 @@ class StoredTraffic:
         totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
         shown = 0.0 if waits else 1 / microbatches
         synchronised = shown * (totals["accumulate"] + totals["reduce"])
-        fetched, refetched = shown * totals["forward"], shown * totals["backward"]
+        fetched = shown * (totals["forward"] + totals["update"] * ahead)
+        refetched = shown * totals["backward"]
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_separate, backward_separate = self.separate_gathers
         reduction_scratch = max(self.reducing - updated, 0.0)
@@ -152,13 +161,15 @@ class StoredTraffic:
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
             "update": 0.0 if fused else updated if away is None else away.share * (updated + host),
         }
+        added = self.added * (microbatches > 1 and not adds)
         return StoredCost(
-            (sum(totals.values()) + coming) / microbatches,
+            (sum(totals.values()) + coming) / microbatches + added,
             synchronised,
             fetched,
             refetched,
             totals["reduce"],
             totals[OWNERS] + totals["update"] + coming,
+            added,
             nbytes,
             host,
         )
@@ -208,7 +219,10 @@ def stored_traffic(
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
     states = partial(states_of, rule, storage, tensor, mesh, precision) if trained else _no_states
     residual = float(sum(hop.residual for hop in hops))
-    return StoredTraffic(seconds, nbytes, states, separate, max(levels), at_end, residual)
+    arriving = sent if any(hop.when == "accumulate" for hop in hops) else tensor
+    gradient = float(storage.grads.local_bytes(arriving, mesh))
+    added = model.compute(accumulation_work(gradient, nbytes["grads"], own.dtype)) * trained
+    return StoredTraffic(seconds, nbytes, states, separate, max(levels), at_end, residual, added)
 
 
 def _no_states(away: bool, in_parts: bool) -> tuple[LocalState, ...]:

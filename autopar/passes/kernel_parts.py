@@ -101,6 +101,8 @@ class _Kernels:
                 found[node.name] = Part(loss=how.loss)
             if how.convolutions and base(node.op) in CONVOLUTIONS:
                 found[node.name] = replace(found.get(node.name, WHOLE), direct=True)
+            if how.deterministic and base(node.op) == "scaled_dot_product_attention":
+                found[node.name] = replace(found.get(node.name, WHOLE), ordered=True)
             if how.reductions and base(node.op) in REREAD:
                 found[node.name] = replace(found.get(node.name, WHOLE), rereads=True)
         return found

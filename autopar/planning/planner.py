@@ -163,6 +163,8 @@ class Planner:
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
             stored=options.stored,
+            adds=options.execution.adds,
+            ahead=options.execution.ahead,
             late_loss=self._late_loss,
         )
         return build(

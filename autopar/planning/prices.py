@@ -37,7 +37,7 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     refuse_unsupported(mesh, options.precision)
     model: AnalyticModel | MeasuredModel
     if options.calibration is None:
-        model = AnalyticModel(mesh, in_step=True)
+        model = AnalyticModel(mesh, in_step=True, whole=options.whole)
     else:
         model = MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
     if isinstance(options.collectives, ChosenAlgorithms):

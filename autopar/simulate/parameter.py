@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+from autopar.ir.collective import Collective
 from autopar.ir.graph import Node
 from autopar.ir.storage import Hop, Storage
 from autopar.simulate.buffers import Buffer, Recorder, Value
+
+Path = tuple[tuple[str, tuple[str, ...], str], ...]
+Key = tuple[str, str, Path]
 
 
 @dataclass(eq=False, slots=True)
@@ -79,3 +84,21 @@ class Gather:
         """Drops gathered parameters that no reader took, except those of one block."""
         for name in [name for name in self.arrived if name not in self.members.get(but, {})]:
             recorder.drop(*self.arrived.pop(name))
+
+
+def one_call(hops: Sequence[Hop]) -> Collective:
+    """Returns one collective for several tensors, given the hop of each tensor."""
+    nbytes, quantised = (
+        sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
+    )
+    return replace(hops[0].call, nbytes=nbytes, quantised=quantised)
+
+
+def titled(what: str, weights: Sequence[Weight]) -> str:
+    """Returns how tasks call the parameters, or what belongs to each of them."""
+    return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
+
+
+def path_key(weight: Weight, when: str) -> Path:
+    """Returns the key that parameters share if their collectives can be one call."""
+    return tuple(hop.way for hop in weight.path(when))

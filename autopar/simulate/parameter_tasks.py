@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopar.cost.operator_memory import reduction_staging
-from autopar.ir.collective import Collective
+from autopar.cost.work import Work, accumulation_work
 from autopar.ir.int8_blocks import staged
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Hop, rows, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.buffers import Buffer, Recorder, Value
-from autopar.simulate.parameter import Gather, Used, Weight
+from autopar.simulate.parameter import Gather, Key, Used, Weight, one_call, path_key, titled
 from autopar.simulate.task import Cause
-
-Path = tuple[tuple[str, tuple[str, ...], str], ...]
-Key = tuple[str, str, Path]
 
 
 @dataclass
@@ -44,7 +41,9 @@ class Weights:
         rooms: parts of that buffer that are still free, by parameter; None before it is allocated.
         accelerator: see `Settings`.
         casts: whether gradients are cast before the update, rather than by its kernel.
-        in_place: see `Settings`.
+        in_place, adds, ahead: see `Settings`.
+        plain: dtypes of parameters without collectives whose gradients accumulate, by the id of
+            their value.
         waiting: gradients that wait for their bucket to fill, by time and collectives.
         again: parameters that are gathered again for the backward, by the id of their kept part.
         fetched, refetched: gathering for the forward, and again for the backward.
@@ -62,6 +61,9 @@ class Weights:
     accelerator: bool = False
     casts: bool = True
     in_place: bool = False
+    adds: bool = False
+    ahead: bool = False
+    plain: dict[int, str] = field(default_factory=dict)
     precision: Precision = AS_IS
     together: bool = False
     rooms: dict[str, Buffer] | None = None
@@ -149,10 +151,11 @@ class Weights:
     def _depart(self, gather: Gather, block: str, ahead: bool) -> None:
         gathered: dict[str, tuple[Buffer, int]] = {}
         for row in self._rows(gather, block):
-            buffers, ready = [weight.value.buffer for weight in row], -1
+            buffers = [weight.value.buffer for weight in row]
+            ready = max(weight.value.ready for weight in row)
             for number, hops in enumerate(zip(*(w.path(gather.when) for w in row), strict=True)):
-                call = _one(hops)
-                title = f"{call.title} of {_titled('parameter', row)}"
+                call = one_call(hops)
+                title = f"{call.title} of {titled('parameter', row)}"
                 if ahead:
                     ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
                 else:
@@ -176,7 +179,7 @@ class Weights:
         """Returns the parameters of a block in groups that one collective gathers."""
         return rows(
             gather.members[block].values(),
-            lambda weight: (weight.leaf.type.dtype, _path_key(weight, gather.when)),
+            lambda weight: (weight.leaf.type.dtype, path_key(weight, gather.when)),
             lambda weight: self._bytes(weight, weight.storage.used),
             self.bucket,
         )
@@ -203,6 +206,15 @@ class Weights:
         if weight is not None and gradient is not None:
             value.gradient = None
             self.take(weight, gradient, value.gradient_ready)
+        elif gradient is not None and id(value) in self.plain:
+            name, works = value.buffer.name, self._added(gradient, gradient, self.plain[id(value)])
+            needs = [value.gradient_ready]
+            self.recorder.compute(f"sum of gradients of {name}", name, works, needs)
+
+    def _added(self, gradient: Buffer, total: Buffer, dtype: str) -> tuple[Work, ...]:
+        """Returns the kernel that adds a gradient to those of earlier microbatches."""
+        work = accumulation_work(gradient.nbytes, total.nbytes, dtype)
+        return () if self.adds else (work,)
 
     def _own(self, weight: Weight) -> TensorType:
         return self.precision.updated(weight.leaf.type, weight.leaf.requires_grad)
@@ -249,7 +261,7 @@ class Weights:
             self.left_out.clear()
 
     def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
-        path = _path_key(weight, when)
+        path = path_key(weight, when)
         if not path:
             self._arrived(when, weight, gradient, ready)
             return
@@ -268,8 +280,8 @@ class Weights:
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
         paths = list(zip(*(weight.path(key[0]) for weight in weights), strict=True))
         for place, hops in enumerate(paths):
-            call = _one(hops)
-            title = f"{call.title} of {_titled('gradient', weights)}"
+            call = one_call(hops)
+            title = f"{call.title} of {titled('gradient', weights)}"
             cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
             if "gradient" in self.overlap:
                 needs = [ready, recorder.launched]
@@ -329,7 +341,8 @@ class Weights:
             weight.value.gradient, weight.value.gradient_ready = gradient, ready
             return
         if weight.total is not None:
-            self.recorder.compute(f"sum of gradients of {weight.name}", weight.name, (), [ready])
+            works = self._added(gradient, weight.total, self._own(weight).dtype)
+            self.recorder.compute(f"sum of gradients of {weight.name}", weight.name, works, [ready])
             self.recorder.drop(gradient)
             gradient, ready, weight.total = weight.total, -1, None
         if weight.path("reduce"):
@@ -337,10 +350,13 @@ class Weights:
         self._send("reduce", weight, gradient, ready)
 
     def gather(self) -> None:
-        """Gathers parameters after the update, from the devices that updated them."""
+        """Gathers parameters after the update, from the devices that updated them.
+
+        They wait for it, or a forward waits for each where it is used, if it is the next one's.
+        """
         waiting: dict[object, list[Weight]] = {}
         for weight in self.known.values():
-            path = _path_key(weight, "update")
+            path = path_key(weight, "update")
             if not path:
                 continue
             same = waiting.setdefault((weight.leaf.type.dtype, path), [])
@@ -355,9 +371,15 @@ class Weights:
     def _gather_updated(self, weights: Sequence[Weight]) -> None:
         paths = list(zip(*(weight.path("update") for weight in weights), strict=True))
         for place, hops in enumerate(paths):
-            call = _one(hops)
-            title = f"{call.title} of {_titled('parameter', weights)}"
-            self.recorder.collective(title, weights[0].name, call, "parameter")
+            call = one_call(hops)
+            title = f"{call.title} of {titled('parameter', weights)}"
+            if self.ahead:
+                needs = [weight.value.ready for weight in weights]
+                ready = self.recorder.launch(title, weights[0].name, call, "update", needs)
+                for weight in weights:
+                    weight.value.ready = ready
+            else:
+                self.recorder.collective(title, weights[0].name, call, "update")
             ends = place == len(paths) - 1  # in the stored parameter
             for weight, hop in zip(weights, hops, strict=True):
                 whole, part = self._bytes(weight, hop.dst), self._bytes(weight, hop.src)
@@ -375,20 +397,3 @@ class Weights:
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
         """Returns the local bytes of a parameter in a layout, by default in its own dtype."""
         return float(layout.local_bytes(kind or weight.leaf.type, self.mesh))
-
-
-def _one(hops: Sequence[Hop]) -> Collective:
-    """Returns one collective for several tensors, given the hop of each tensor."""
-    nbytes, quantised = (
-        sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
-    )
-    return replace(hops[0].call, nbytes=nbytes, quantised=quantised)
-
-
-def _titled(what: str, weights: Sequence[Weight]) -> str:
-    return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
-
-
-def _path_key(weight: Weight, when: str) -> Path:
-    """Returns the key that parameters share if their collectives can be one call."""
-    return tuple(hop.way for hop in weight.path(when))

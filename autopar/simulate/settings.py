@@ -29,6 +29,8 @@ class Settings:
         optimizer: bytes that an update moves for each parameter; 0 for those of the plan's update.
         in_place: whether gradients are reduced into their own memory, updated parameters gathered
             into theirs, and no tensors of one call are copied into a buffer that is sent.
+        adds: whether products add the gradients of weights to those of earlier microbatches.
+        ahead: whether updated parameters are gathered beside the next step's forward.
     """
 
     update_bytes: float = 2.0
@@ -38,6 +40,8 @@ class Settings:
     host: Host | None = None
     optimizer: float = 0.0
     in_place: bool = False
+    adds: bool = False
+    ahead: bool = False
 
 
 def settings_on(
@@ -54,4 +58,7 @@ def settings_on(
     host = named_host(execution.host, measured)
     overlap = frozenset() if execution.waits else frozenset(OVERLAPS)
     temporaries = 0.0 if execution.compiled == "all" else 1.0
-    return Settings(temporaries, True, True, overlap, host, execution.optimizer, execution.together)
+    return Settings(
+        temporaries, True, True, overlap, host, execution.optimizer, execution.together,
+        execution.adds, execution.ahead and not execution.waits,
+    )  # fmt: skip

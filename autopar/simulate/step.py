@@ -90,6 +90,8 @@ class _Step:
             accelerator=settings.accelerator,
             casts=settings.update_bytes > 0,
             in_place=settings.in_place,
+            adds=settings.adds,
+            ahead=settings.ahead,
             precision=plan.precision,
             together=plan.fuses_update and not plan.offload.optimizer,
         )
@@ -111,6 +113,8 @@ class _Step:
 
     def simulate(self, program: Lowered) -> tuple[Task, ...]:
         self._begin()
+        if self.weights.ahead:  # after the update of the previous step
+            self.weights.gather()
         plan, accelerator = self.plan, self.settings.accelerator
         forward = Forward(
             self.graph, plan, self.works, accelerator, self.recorder, self.weights, self.leaves
@@ -139,7 +143,8 @@ class _Step:
             self.weights.settle(chosen=True)
         update(self.recorder, self.settings, trained, plan, plan.offload.optimizer)
         self.weights.settle(chosen=False)  # AdamW's kernel has copied small gradients before
-        self.weights.gather()
+        if not self.weights.ahead:
+            self.weights.gather()
         return self.recorder.tasks()
 
     def _begin(self) -> None:
@@ -185,6 +190,7 @@ class _Step:
             nbytes = self.leaves[node.name].buffer.nbytes
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
+            self.weights.plain[id(self.leaves[node.name])] = node.type.dtype
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
         self.owned += [updated.owned] if updated.owned is not None else []
         own = [kept for kept in plan.states(node, storage) if not kept.whole]

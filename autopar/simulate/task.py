@@ -11,9 +11,10 @@ from autopar.cost.model import Work
 from autopar.ir.collective import Collective
 
 Phase = Literal["forward", "backward", "optimizer"]
-# The cause of a collective: gathering parameters, synchronising gradients, resharding activations
-# (and their gradients), or communication inside an operator.
-Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exchange"]
+# The cause of a collective: gathering parameters, in forward and backward or after their update,
+# synchronising gradients, resharding activations (and their gradients), or communication inside an
+# operator.
+Cause = Literal["", "parameter", "update", "gradient", "accumulation", "activation", "exchange"]
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 COMPUTE = "compute"
 HOST = ("to the host", "from the host")

@@ -158,6 +158,7 @@ def _ready(name: str, size: Size) -> Step:
         program = autopar.compile(
             model, size.mesh, optimizer=optimizer, example_inputs=batch, **OURS[name]
         )
+        model.to("cpu")  # the session keeps it, but trains weights of its own
         return partial(program.step, **batch)
     forward = torch.compile(model) if name == "torch.compile" else model
     return plain_step(forward, batch, optimizer(model.parameters()))

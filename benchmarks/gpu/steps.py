@@ -101,7 +101,7 @@ def measured(case: Case) -> Iterator[Row]:
                 )
                 step: Step = partial(program.step, **batch)
                 row |= _predicted(program.plan)
-                del model
+                model.to("cpu")  # the session keeps it, but trains weights of its own
             else:
                 step = plain_step(model, batch, optimizer(model.parameters()))
             row |= _timed(step)

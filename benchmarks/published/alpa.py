@@ -102,9 +102,9 @@ def layer(hidden: int, logical: tuple[int, int]) -> tuple[Captured, tuple[Part, 
     with torch.device("meta"):
         model = GPT(sizes).half()
         tokens = torch.zeros(BATCH // logical[0], SEQ, dtype=torch.long)
-    mesh = _mesh(logical)
-    mesh = "V100: " + mesh.partition(", ")[2]
-    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron("tp"))
+    whole = _mesh(logical)
+    mesh = "V100: " + whole.partition(", ")[2]
+    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron("tp"), whole)
     return of, parts(of, fuse(of, merged(of, of.works), regions(of)))
 
 

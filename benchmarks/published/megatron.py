@@ -13,6 +13,7 @@ Assumptions about the system, with their sources:
   last, and the gradients of their weight are summed between the two.
 - 1F1B, interleaved where the table says so; scatter and gather of what is sent (section 4.1): each
   device sends a part of it over its own card, and the parts are gathered over NVLink.
+- Gradients of microbatches are added up in f16, by a kernel for each weight.
 - Gradients are reduced over data parallel replicas when the pipeline is drained, nothing of it is
   overlapped; Adam then moves 60 bytes for each parameter: f16 gradients to f32 (6), unscaled (8),
   their norm (4), clipped (8), parameter, moments and gradient (28), f16 parameters (6).
@@ -32,7 +33,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.executed.library_kernels import base
 from autopar.ir.mesh import Mesh
 from benchmarks.published.models import GPT, Sizes
-from benchmarks.published.pipeline import pipelined, sends, update
+from benchmarks.published.pipeline import accumulated, pipelined, sends, update
 from benchmarks.published.step import Captured, Part, Works, captured, chains, fuse, merged, parts
 
 FUSED = (("mul", "softmax"), ("dropout", "add"))
@@ -91,8 +92,8 @@ def layer(run: Run) -> tuple[Captured, tuple[Part, Part, Part]]:
     with torch.device("meta"):
         model = GPT(Sizes(run.hidden, run.heads, 2, run.vocab, run.seq)).half()
         tokens = torch.zeros(run.micro_batch, run.seq, dtype=torch.long)
-    mesh = f"{run.device}: tp={run.tp}"
-    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron("tp"))
+    mesh, whole = f"{run.device}: tp={run.tp}", f"{run.device}: gpu={run.gpus}"
+    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron("tp"), whole)
     return of, parts(of, fuse(of, with_loss(of, merged(of, of.works)), chains(of, FUSED)))
 
 
@@ -123,11 +124,12 @@ def iteration_seconds(run: Run) -> dict[str, float]:
         passed = sends(prices, sent / run.tp, "pp", run.chunks)
         part = Collective("all_gather", ("tp",), int(sent / run.tp))
         passed += 2 * run.chunks * prices.collective(part) if run.tp > 1 else 0.0
-    stages = [stage + passed for _ in range(run.pp)]
+    weights = (12 * run.layers * run.hidden**2 / run.pp + run.vocab * run.hidden) / run.tp
+    added = accumulated(prices, weights, run.microbatches)
+    stages = [stage + passed + added for _ in range(run.pp)]
     stages[0] += first.seconds
     stages[-1] += last.seconds
     worked = pipelined(stages, run.microbatches, run.chunks)
-    weights = (12 * run.layers * run.hidden**2 / run.pp + run.vocab * run.hidden) / run.tp
     reduced = prices.collective(Collective("all_reduce", ("dp",), int(2 * weights)))
     if run.pp > 1:
         embedding = int(2 * run.vocab * run.hidden / run.tp)

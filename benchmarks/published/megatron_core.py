@@ -8,6 +8,8 @@ collectives of data and of tensor parallelism in small pieces beside the computa
 - Fused kernels as in SC21's; query, key and value are one product.
 - Tensor parallelism's collectives are cut in as many chunks as devices beside the products
   (--tp-comm-overlap).
+- Products add the gradients of weights to those of earlier microbatches, in f32 (gradient
+  accumulation fusion, the default), which their multiplications hide.
 - The optimizer's state is split over the replicas: gradients, in f32, are reduced and scattered
   beside the last backward, parameters gathered beside the first forward (--overlap-grad-reduce,
   --overlap-param-gather); each device updates its part at 44 bytes a parameter. Interleaved stages
@@ -55,8 +57,8 @@ def layer(run: Run) -> tuple[Captured, tuple[Part, Part, Part]]:
     with torch.device("meta"):
         model = GPT(sizes).bfloat16()
         tokens = torch.zeros(run.micro_batch, run.seq, dtype=torch.long)
-    mesh = f"{run.device}: tp={run.tp}"
-    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron_sp("tp"))
+    mesh, whole = f"{run.device}: tp={run.tp}", f"{run.device}: gpu={run.gpus}"
+    of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron_sp("tp"), whole)
     return of, parts(of, with_loss(of, merged(of, of.works)))
 
 

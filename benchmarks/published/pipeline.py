@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost.model import AnalyticModel, Work
+from autopar.cost.work import accumulation_work
 from autopar.ir.collective import Collective
 
 
@@ -22,6 +23,12 @@ def pipelined(stages: Sequence[float], microbatches: int, chunks: int) -> float:
 def sends(prices: AnalyticModel, nbytes: float, axis: str, chunks: int) -> float:
     """Seconds in which a stage passes activations on and gradients back, for one microbatch."""
     return 2 * chunks * prices.collective(Collective("send", (axis,), int(nbytes)))
+
+
+def accumulated(prices: AnalyticModel, parameters: float, microbatches: int) -> float:
+    """Seconds in which gradients in f16 are added to those of earlier microbatches, for each."""
+    nbytes = 2 * parameters
+    return prices.compute(accumulation_work(nbytes, nbytes, "f16")) * (microbatches > 1)
 
 
 def update(prices: AnalyticModel, parameters: float, bytes_each: float) -> float:

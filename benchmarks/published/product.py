@@ -31,7 +31,12 @@ from benchmarks.published.torchtitan import SIZES
 
 NO_LIMIT = 1e16
 MEGATRON = "fused=mul+softmax,dropout+add merged loss=inplace optimizer=60"
-MEGATRON_CORE = "merged loss=inplace optimizer=44"
+MEGATRON_CORE = "merged loss=inplace optimizer=44 ahead adds"
+# Its functional test: --no-gradient-accumulation-fusion, and --deterministic-mode, in which
+# TransformerEngine takes FlashAttention 2 on A100, and cuDNN's attention on H100
+# (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
+GOLDEN = "merged loss=inplace optimizer=44 ahead"
+GOLDEN_ON = {"A100-80": f"{GOLDEN} deterministic", "H100": GOLDEN}
 TORCHTITAN = "optimizer=28 reserve=15%"
 ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
 # Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
@@ -70,11 +75,11 @@ def _core_model(run: megatron.Run) -> GPT:
 
 
 def last_rank_bytes(run: megatron.Run) -> float:
-    """Predicted peak bytes of the last rank of Megatron-Core, the only one that records its own.
+    """Predicted peak bytes of the last rank of the functional test, which alone records its own.
 
     A plan predicts those of the fullest device; the simulation that it is of knows all.
     """
-    plan = megatron_core_plan(run)
+    plan = megatron_core_plan(run, GOLDEN_ON[run.device])
     options = Options.like(plan.stages[0])
     call = Call(_core_model(run), (), _tokens(run.global_batch, run.seq))
     graph = capture_call(call, options, Trace(None), plan.microbatches).graph
@@ -85,11 +90,11 @@ def last_rank_bytes(run: megatron.Run) -> float:
 
 
 @cache
-def megatron_core_plan(run: megatron.Run) -> Plan:
-    """The plan of a row of Megatron-Core's README."""
+def megatron_core_plan(run: megatron.Run, execution: str = MEGATRON_CORE) -> Plan:
+    """The plan of a row of Megatron-Core's README, or of its functional test."""
     return _pipeline(
         _core_model(run), run, pins.megatron_sp("tp"), precision="bf16", recompute="none",
-        state="zero1", fuse=["async_tensor_parallel"], execution=MEGATRON_CORE,
+        state="zero1", fuse=["async_tensor_parallel"], execution=execution,
     )  # fmt: skip
 
 

@@ -89,13 +89,16 @@ class Captured:
 
 
 def captured(
-    model: nn.Module, inputs: dict[str, Any], mesh: str, words: PinsLike | None
+    model: nn.Module, inputs: dict[str, Any], mesh: str, words: PinsLike | None, whole: str = ""
 ) -> Captured:
-    """Capture `model`, plan it under `words` on `mesh`, whatever memory it takes."""
+    """Capture `model`, plan it under `words` on `mesh`, whatever memory it takes.
+
+    `whole` are all devices of the step, for whose slowest one the others wait.
+    """
     options, trace = Options(pins=words, memory=1e16), Trace(None)
     graph = capture_graph(model, (), inputs, options, trace).graph
     plan = make_plan(graph, Mesh.parse(mesh), options, trace)
-    prices = AnalyticModel(plan.mesh, in_step=True)
+    prices = AnalyticModel(plan.mesh, in_step=True, whole=Mesh.parse(whole or mesh))
     return Captured(graph, plan, works(graph, plan, options.table), prices)
 
 

@@ -97,7 +97,7 @@ class Run:
 
 
 @cache
-def _captured(model: str, tp: int, batch: int, seq: int) -> Captured:
+def _captured(model: str, tp: int, fsdp: int, batch: int, seq: int) -> Captured:
     sizes = replace(SIZES[model], layers=2, seq=seq)
     with torch.device("meta"):
         module = Llama(sizes).bfloat16()
@@ -105,7 +105,7 @@ def _captured(model: str, tp: int, batch: int, seq: int) -> Captured:
         turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads // 2, dtype=torch.complex64)
     inputs = {"tokens": tokens, "labels": tokens, "turns": turns}
     words: PinsLike = [pins.megatron_sp("tp"), _split(sizes, batch)] if tp > 1 else []
-    return captured(module, inputs, f"{DEVICE}: tp={tp}", words)
+    return captured(module, inputs, f"{DEVICE}: tp={tp}", words, f"{DEVICE}: dp={fsdp}, tp={tp}")
 
 
 def _split(sizes: LlamaSizes, batch: int) -> dict[str, str]:
@@ -177,7 +177,7 @@ def _longer(made: NodeWork, times: int) -> NodeWork:
 
 @cache
 def _priced(run: Run) -> tuple[Captured, Works, tuple[Part, Part, Part]]:
-    of = _captured(run.model, run.tp, run.batch, run.seq)
+    of = _captured(run.model, run.tp, run.fsdp, run.batch, run.seq)
     inside = {node.name for node in of.block}
     groups = [group for group in regions(of) if group[0].name in inside] if run.compiled else []
     kernels = fuse(of, of.works, groups)

@@ -22,7 +22,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.simulate import issue_seconds, tasks
 from benchmarks.published import megatron
-from benchmarks.published.pipeline import pipelined, sends, update
+from benchmarks.published.pipeline import accumulated, pipelined, sends, update
 from benchmarks.published.step import chains, fuse, merged
 
 ROWS = Path(__file__).parent / "vtrain.csv"
@@ -79,11 +79,12 @@ def iteration_seconds(run: megatron.Run) -> float:
     stage = run.layers / run.pp * max(each, issued)
     if run.pp > 1:
         stage += sends(prices, 2.0 * run.seq * run.micro_batch * run.hidden, "pp", 1)
+    weights = (12 * run.layers * run.hidden**2 / run.pp + run.vocab * run.hidden) / run.tp
+    stage += accumulated(prices, weights, run.microbatches)
     stages = [stage] * run.pp
     stages[0] += first
     stages[-1] += last
     seconds = pipelined(stages, run.microbatches, 1)
-    weights = (12 * run.layers * run.hidden**2 / run.pp + run.vocab * run.hidden) / run.tp
     seconds += prices.collective(Collective("all_reduce", ("dp",), int(2 * weights)))
     if run.pp > 1:
         embedding = int(2 * run.vocab * run.hidden / run.tp)

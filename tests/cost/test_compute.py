@@ -70,7 +70,7 @@ def test_a_long_kernel_and_a_long_step_are_slower_than_a_short_kernel() -> None:
     alone = H100.compute(work) - chip.launch
     assert 1 < alone / full < 1 + chip.products.throttle
     step = AnalyticModel(H100.mesh, in_step=True).compute(work) - chip.launch
-    assert step == pytest.approx(full / chip.step_efficiency, rel=1e-9)
+    assert step == pytest.approx(full / chip.step_share(H100.mesh.size), rel=1e-9)
 
 
 def test_a_long_step_slows_matrix_units_alone() -> None:

@@ -75,14 +75,15 @@ def test_gradients_are_synchronised_once_a_step(
     """Seconds of a microbatch are a constant and a part in the number of microbatches."""
     _, _, graph, ends = perceptron
     part = stage_graphs(graph, ends, Trace(None))[0]
-    pins = data_parallel("gpu")
+    pins, slow = data_parallel("gpu"), "H100: gpu=2 @1GB/s"
     seconds = [
-        planned(part, "H100: gpu=2", Repeated(count), pins=pins).predicted.step_seconds
-        for count in (1, 2, 4)
+        planned(part, slow, Repeated(count), pins=pins).predicted.step_seconds
+        for count in (1, 2, 4, 8)
     ]
     assert seconds[0] > seconds[1]
-    assert seconds[0] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[2]))
-    alone = planned(part, "H100: gpu=2", None, pins=pins).predicted.step_seconds
+    # A single one adds its gradients to no others.
+    assert seconds[1] - seconds[2] == pytest.approx(2 * (seconds[2] - seconds[3]))
+    alone = planned(part, slow, None, pins=pins).predicted.step_seconds
     assert seconds[0] == pytest.approx(alone)
 
 

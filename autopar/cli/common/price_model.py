@@ -32,7 +32,8 @@ def prices(
     Args:
         plan: the plan of a stage.
         file: the calibration; None for closed forms.
-        whole: the mesh of the whole pipeline, which was calibrated; None for the plan's own mesh.
+        whole: the mesh of the whole pipeline, which was calibrated, or whose devices wait for one
+            another; None for the plan's own mesh.
         must: whether to refuse prices other than the plan's own.
 
     Returns:
@@ -46,7 +47,7 @@ def prices(
         if plan.calibration:
             missing = f"the plan was made with the calibration {plan.calibration}"
             _differ(missing, "no calibration is given, and closed forms differ from it", must)
-        model = AnalyticModel(plan.mesh, in_step=True)
+        model = AnalyticModel(plan.mesh, in_step=True, whole=whole)
         model.chosen = plan.collectives
         return model
     known = Calibration.load(file)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.cost.attention_seconds import ORDERED
 from autopar.cost.model import Gemm, NodeWork, Work
 from autopar.cost.work import Convolved
 from autopar.intra_op.node_choices import operand_types
@@ -191,7 +192,10 @@ def _attention(local: Local) -> NodeWork:
         return NodeWork((forward,))
     back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
     moved = 2 * (local.read + local.written)  # each tensor and its gradient
-    return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
+    backward = local.gradient(back.flops, moved, back)
+    if local.node.part.ordered:
+        backward = replace(backward, op=ORDERED)
+    return NodeWork((forward,), (backward,))
 
 
 def _kernel(local: Local, name: str) -> NodeWork:

@@ -20,11 +20,18 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     waits               collectives of parameters and gradients take turns with kernels
     together            gradients are reduced in place by one call behind the backward, and are
                         whole until then
+    ahead               updated parameters are gathered beside the next step's forward, as by
+                        Megatron's overlap_param_gather; by default, the step waits for them
+    adds                products add the gradients of weights to those of earlier microbatches, as
+                        Megatron's gradient_accumulation_fusion; their further bytes are hidden.
+                        By default, a kernel for each weight reads both and writes the sum
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values. Of
                         all settings, programs run the first two of these alone
     joined              these, too, overlap with collectives under async_tensor_parallel, as
                         torch.compile joins them. Programs of autopar run them one after the other
+    deterministic       the backward of fused attention adds in a fixed order (cost/
+                        attention_seconds.py)
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
     optimizer=60        bytes that the optimizer's step moves for each parameter of a device
     reserve=15%         the share of what the allocator holds that is not alive: memory is then what
@@ -42,7 +49,7 @@ LOSSES = ("steps", "inplace", "compiled")
 REDUCTIONS = ("steps",)
 CONVOLUTIONS = ("direct",)
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged", "waits", "together", "joined")
+_FLAGS = ("merged", "waits", "together", "ahead", "adds", "joined", "deterministic")
 _NUMBERS = ("optimizer", "reserve")
 _KNOWN = {
     "compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW,
@@ -60,11 +67,14 @@ class Execution:
         merged: whether linears that read the same value are one product.
         waits: whether collectives of parameters and gradients take turns with kernels.
         together: whether gradients are reduced by one call behind the backward.
+        ahead: whether updated parameters are gathered beside the next step's forward.
+        adds: whether products add the gradients of weights to those of earlier microbatches.
         loss: "", "steps", "inplace" or "compiled".
         reductions: "" or "steps".
         convolutions: "" or "direct".
         linears: "" or the 8-bit format of the linears of blocks.
         joined: whether these linears overlap with collectives.
+        deterministic: whether the backward of fused attention adds in a fixed order.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
         reserve: the share of the allocator's bytes that no tensor uses.
@@ -78,11 +88,14 @@ class Execution:
     merged: bool = False
     waits: bool = False
     together: bool = False
+    ahead: bool = False
+    adds: bool = False
     loss: str = ""
     reductions: str = ""
     convolutions: str = ""
     linears: str = ""
     joined: bool = False
+    deterministic: bool = False
     host: str = ""
     optimizer: float = 0.0
     reserve: float = 0.0
@@ -171,6 +184,7 @@ class Part:
         loss: how a cross entropy runs, as in `Execution`.
         rereads: whether it reads its operand again for each of its reductions.
         direct: whether it is a convolution that multiplies every pixel.
+        ordered: whether it is attention whose backward adds in a fixed order.
     """
 
     fused: bool = False
@@ -183,6 +197,7 @@ class Part:
     loss: str = ""
     rereads: bool = False
     direct: bool = False
+    ordered: bool = False
 
     def __str__(self) -> str:
         words = []

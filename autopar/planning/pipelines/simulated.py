@@ -60,6 +60,7 @@ class StageFigures:
         gradients: seconds of gradient synchronisation for each update, if nothing else runs.
         slowdown: factor by which kernels and that synchronisation slow down while both run.
         optimizer: seconds of the optimizer.
+        ahead: seconds of gathering updated parameters beside the next step's forward.
         fixed: bytes of parameters, gradients and optimizer state on a device.
         kept: bytes that a microbatch keeps until its backward.
         transient: additional bytes while a microbatch computes.
@@ -79,6 +80,7 @@ class StageFigures:
     arriving: float = 0.0
     returning: float = 0.0
     again: float = 0.0
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,10 @@ def _costs(
     costs = []
     for graph, stage, own in zip(graphs, plan.stages, figures, strict=True):
         half = schedule.half_backward(own.backward, own.again)
-        cost = StageCost(own.forward, half, half, own.kept, update=own.optimizer)
+        # The first group of microbatches: as many as there are groups of ranks.
+        first = own.forward * min(len(schedule.rows), schedule.microbatches)
+        after = side_by_side(first, own.ahead, own.slowdown) - first
+        cost = StageCost(own.forward, half, half, own.kept, update=own.optimizer + after)
         if schedule.pending:
             price = prices(stage.mesh).collective
             now, late = late_sums(graph, stage, schedule.outer, price)
@@ -205,16 +210,18 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     """Simulates one stage on one microbatch under some prices."""
     chip = device(plan.mesh)
     usual = settings_on(plan.mesh.device, graph.execution, host_of(model))
-    settings = replace(usual, overlap=frozenset())
+    settings = replace(usual, overlap=frozenset(), ahead=False)
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)
     issued = issued_seconds(step, settings.host)
-    own = [span for span in timeline.spans if span.task.cause != "gradient"]
+    beside = {"gradient"} | ({"update"} if usual.ahead else set())
+    own = [span for span in timeline.spans if span.task.cause not in beside]
     seconds = {
         phase: covered(span for span in own if span.task.phase == phase)
         for phase in ("forward", "backward", "optimizer")
     }
     gradients = sum(s.seconds for s in timeline.spans if s.task.cause == "gradient")
+    ahead = sum(s.seconds for s in timeline.spans if s.task.cause in beside - {"gradient"})
     again = covered(span for span in own if span.task.is_recomputation)
     fixed, kept = fixed_bytes(step), kept_bytes(step)
     overlapped = "gradient" in usual.overlap
@@ -228,6 +235,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         kept,
         max(timeline.memory.peak - fixed - kept, 0.0),
         again=again,
+        ahead=ahead,
     )
 
 

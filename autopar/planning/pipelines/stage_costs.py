@@ -357,6 +357,8 @@ class StageCosts:
             offload=offload,
             fused_update=fused,
             overlapped=ASYNC in self.options.fuse,
+            adds=self.options.execution.adds,
+            ahead=self.options.execution.ahead,
         )
         table, pins = self.options.table, pins_of(whole, graph, mesh, self.options)
         built = build(graph, mesh, prices, table, given, pins=pins)

@@ -140,6 +140,8 @@ class StageProblem:
         # For each update: reductions, which overlap with the last backward, then the optimizer.
         inside = min(reduced, self.taken * synchronised)  # 0 if the backward waits
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
+        if built.ahead:  # beside the next step's first forward
+            gathered = side_by_side(forward, gathered, built.slowdown) - forward
         once = (0.0 if self.late else once) + gathered + update
         peak = evaluate(built.problem, choice).peak
         return Candidate(
