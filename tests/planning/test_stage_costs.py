@@ -36,7 +36,7 @@ from autopar.planning.pipelines.variants import InFlight
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
-from tests.support.models import gpt2
+from tests.support.models import gpt2, mlp, squared_error
 
 BATCH = 16
 CLUSTER = Mesh.parse("H100: node=2, gpu=2")
@@ -241,6 +241,22 @@ def test_layers_are_the_same_on_microbatches_of_any_size() -> None:
     whole = prepare(second.graph, passes=FINDING)
     own = find_layers(whole, weights(second.graph, whole, CLUSTER, Options())[0])
     assert len(own) != len(second.layers)  # what its own weights would give
+
+
+def test_a_deep_model_of_unlike_blocks_is_captured_whole() -> None:
+    asked: list[int | None] = []
+
+    def graph(samples: int, layers: int | None) -> Graph:
+        asked.append(layers)
+        model, batch = mlp(tuple(8 * (11 - n) for n in range(1, 2 + (layers or 9))), batch=4)
+        options = Options(loss_fn=squared_error)
+        return capture_call(Call(model, (), batch).sized(samples), options, Trace(None)).graph
+
+    sized = OnMicrobatches(AnySize(graph, 9), 8, Mesh.parse("H100: gpu=2"), Options())
+    few = sized(4)
+    assert asked[-1] is None
+    assert len(few.kinds) == len(few.layers)
+    assert len([node for node in few.graph.nodes if node.op == "aten.linear"]) == 9
 
 
 class Counting(Workers):

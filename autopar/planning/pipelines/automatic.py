@@ -22,7 +22,7 @@ from autopar.passes.shares import remove_shares
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
-from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.search import SearchResult, fastest, plan_of, search
 from autopar.planning.pipelines.stages import weights
@@ -95,7 +95,13 @@ class OnMicrobatches:
         prepared = self._graph(samples)
         graph = remove_shares(prepared)
         seconds, _ = weights(graph, prepared, self.mesh, self.options)
-        return Layered(graph, self._layers(prepared, seconds), self.more, samples)
+        layers = self._layers(prepared, seconds)
+        if self.more and not any(count > 1 for _, count in runs(layers.kinds)):
+            # No block stands for others, so that all of them must be captured.
+            self.more, self.layers, self.ends = 0, None, ()
+            self.traced.clear()
+            return self(microbatches)
+        return Layered(graph, layers, self.more, samples)
 
     def _layers(self, graph: Graph, seconds: Mapping[str, float]) -> Layers:
         """Returns the layers of a graph: those of the first one, whose weights differ.
@@ -104,13 +110,13 @@ class OnMicrobatches:
             GraphError: the graph of this batch size has other operators, and other layers.
         """
         if not self.ends:
-            layers = find_layers(graph, seconds)
+            layers = find_layers(graph, seconds, by_blocks=self.more > 0)
             self.ends = tuple(layers.ends)
             return layers
         try:
             return layers_at(graph, seconds, self.ends)
         except GraphError:
-            layers = find_layers(graph, seconds)
+            layers = find_layers(graph, seconds, by_blocks=self.more > 0)
             if len(layers) != len(self.ends):
                 raise
             return layers
