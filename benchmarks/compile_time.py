@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, float, float]] = {
     "gpt2": ('plan gpt2 --mesh "H100: node=2, gpu=4"', 3, 2),
     "pins gpt2": ('plan gpt2 --mesh "H100: node=2, gpu=4" --from {given} --layout heads=gpu', 3, 1),
     "pins why": ("why {given} transformer.wte.weight", 3, 1),
+    "why llama-3-70b": ('why {large} "model.layers.*.mlp.down_proj.weight"', 3, 1),
     "llama-3-8b": (
         'plan llama-3-8b --mesh "H100: node=8, gpu=8" --batch 64 --seq 4096', 8, 5
     ),
@@ -56,6 +57,11 @@ CASES: dict[str, tuple[str, float, float]] = {
         'plan hf:{folder}/39b --mesh "A100-80: node=64, gpu=8" --global-batch 1536', 40, 25
     ),
 }  # fmt: skip
+# Plans that commands take: name -> the command that writes it.
+GIVEN = {
+    "given": f"{CASES['gpt2'][0]} --layout batch=node",
+    "large": 'plan llama-3-70b --mesh "H100: node=8, gpu=8" --batch 64',
+}
 # The models of Narayanan et al., arXiv:2104.04473, table 1: layers, heads, width.
 GPTS = {"18b": (40, 48, 6144), "39b": (48, 64, 8192)}
 SCALES = {
@@ -81,7 +87,8 @@ def measured(command: str, folder: Path) -> dict[str, float]:
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    words = shlex.split(command.format(folder=folder, given=folder / "given.toml"))
+    files = {name: folder / f"{name}.toml" for name in GIVEN}
+    words = shlex.split(command.format(folder=folder, **files))
     if words[0] == "plan":
         words += ["-o", PLAN.format(folder=folder)]
     with (folder / "said").open("w+", encoding="utf-8") as said:
@@ -106,9 +113,11 @@ def rows(only: str, repeats: int) -> Iterator[dict[str, object]]:
         for name, (command, limit, aim) in CASES.items():
             if only not in name:
                 continue
-            if "{given}" in command and not (folder / "given.toml").exists():
-                measured(f"{CASES['gpt2'][0]} --layout batch=node", folder)
-                Path(PLAN.format(folder=folder)).rename(folder / "given.toml")
+            for given, written_by in GIVEN.items():
+                file = folder / f"{given}.toml"
+                if f"{{{given}}}" in command and not file.exists():
+                    measured(written_by, folder)
+                    Path(PLAN.format(folder=folder)).rename(file)
             first, *runs = [measured(command, folder) for _ in range(repeats + 1)]
             walls = [run["wall"] for run in runs]
             row: dict[str, object] = {"case": name, "command": f"autopar {command}"}

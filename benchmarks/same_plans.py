@@ -2,14 +2,16 @@
 
 `python -m benchmarks.same_plans --write build/before` plans every case and keeps the files;
 after the change, `python -m benchmarks.same_plans --against build/before` plans them again and
-compares text and predicted seconds, in results/same_plans.csv. `--only gpt2` takes the cases whose
-name contains a word, `--large` also those of a minute and more. The seconds of a plan's solver are
-left out.
+compares text and predicted seconds, in results/same_plans.csv. Prices change, too, so the earlier
+plan is also priced as it would be now (`before_now_s`): the new plan may not be slower than that.
+`--only gpt2` takes the cases whose name contains a word, `--large` also those of a minute and more.
+The seconds of a plan's solver are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import resource
 import subprocess
@@ -27,7 +29,7 @@ from benchmarks.harness import write
 COMMAND = [sys.executable, "-c", "from autopar.cli import main; main()"]
 CASES = {
     "gpt2": 'gpt2 | H100: node=2, gpu=4',
-    "gpt2-memory": 'gpt2 | H100: node=2, gpu=4 | --batch 64 --memory 4GiB',
+    "gpt2-memory": 'gpt2 | H100: node=2, gpu=4 | --batch 64 --memory 6GiB',
     "gpt2-xl-three-axes": 'gpt2-xl | A100-80: a=2, b=2, c=2 | --batch 16',
     "gpt2-pins": 'gpt2 | H100: node=2, gpu=4 | --pins data_parallel:node --pins megatron:gpu',
     "gpt2-propagate": 'gpt2 | H100: gpu=4 | --solver propagate --pins data_parallel:gpu',
@@ -86,6 +88,18 @@ def step_seconds(text: str) -> float | None:
     return None if seconds is None else float(seconds)
 
 
+def seconds_now(plan: Path) -> float | None:
+    """Returns the seconds of an earlier plan under current prices; None if it is no plan now."""
+    words = [*COMMAND, "explain", str(plan), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    told = json.loads(done.stdout)
+    if "step_seconds" in told:  # a pipeline
+        return float(told["step_seconds"])
+    return float(sum(told["seconds"].values()) - told["hidden"])
+
+
 def main() -> None:
     """Plans the cases, and writes or compares them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -106,6 +120,7 @@ def main() -> None:
             if options.against is not None and (options.against / f"{name}.toml").exists():
                 texts = [(at / f"{name}.toml").read_text() for at in (options.against, folder)]
                 row |= difference(*texts)
+                row["before_now_s"] = seconds_now(options.against / f"{name}.toml")
                 write("same_plans", [row], keys=["case"])
             print(f"wall {wall:6.2f} s, {row}", flush=True)
 

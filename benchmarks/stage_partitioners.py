@@ -73,7 +73,7 @@ CASES = (
     Case("llama-3-8b", "H100: node=4, gpu=8", 256),
     Case("gpt-1.3b", "A100-80: gpu=8 + V100: gpu=8", 256),
     Case("llama-3-8b", "H100: node=2, gpu=8 + A100-80: node=4, gpu=8", 384),
-    Case("llama-2-13b", "H100: node=2, gpu=8 + V100: node=2, gpu=8", 256),
+    Case("llama-2-7b", "H100: node=2, gpu=8 + V100: node=2, gpu=8", 256),
 )
 
 

@@ -64,8 +64,8 @@ def command(
     """Show the plan's layout for NAME, the next best layouts, and what they cost.
 
     NAME is a parameter, an input, a module, a node such as %add_3 (all with wildcards, as in pins),
-    or a line of the model's source. The model is planned again with the plan's layout excluded. For
-    a pipeline, the stage that contains NAME is planned, and all figures are per microbatch. Where
+    or a line of the model's source. The model is planned again with the plan's layout excluded; the
+    same blocks are recomputed and offloaded, unless no such plan fits. For a pipeline, the stage that contains NAME is planned, and all figures are per microbatch. Where
     an operator of NAME has several forms, such as attention in a ring, all of them are priced.
 
     \b
@@ -108,7 +108,7 @@ def why_not(
 ) -> None:
     """Show what it costs to keep NAME in LAYOUT, written as a pin.
 
-    The model is planned again under the plan's own pins and this one. NAME is as for `why`.
+    The model is planned again under the plan's own pins and this one, as by `why`; NAME is as there.
 
     \b
     autopar why-not plan.toml lm_head.weight "[50257@gpu, 768]"

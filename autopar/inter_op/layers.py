@@ -61,6 +61,7 @@ def find_layers(
     count: int | None = None,
     slack: float = 0.5,
     most: int = 128,
+    by_blocks: bool = False,
 ) -> Layers:
     """Divides a graph into layers.
 
@@ -71,6 +72,8 @@ def find_layers(
             16 for a model without blocks, fewer where operators are too heavy.
         slack: fraction of the mean by which a clustered layer may exceed it (Alpa's delta).
         most: maximum number of layers; repeated blocks are merged if there are more.
+        by_blocks: whether repeated blocks are layers even if they weigh less than the rest, as in a
+            graph that has fewer blocks than its model.
 
     Raises:
         GraphError: the graph has no operator, or fewer than `count`.
@@ -86,7 +89,7 @@ def find_layers(
             why=f"it has {len(row.nodes)} operators",
             todo="ask for fewer layers",
         )
-    if count is None and (blocks := row.blocks(most)):
+    if count is None and (blocks := row.blocks(most, by_blocks)):
         return row.layers(row.around(blocks, slack))
     exact = count is not None
     return row.layers(row.clustered(0, len(row.nodes), count or _LAYERS, slack, exact))
@@ -171,8 +174,11 @@ class _Row:
                 cost[node.name] = own + sum(cost[name] for name in dict.fromkeys(node.inputs))
         return {name for name, seconds in cost.items() if seconds <= _CHEAP * total}
 
-    def blocks(self, most: int) -> list[tuple[int, int]]:
-        """Returns [start, stop) of the repeated blocks if they dominate the model, else none."""
+    def blocks(self, most: int, by_blocks: bool) -> list[tuple[int, int]]:
+        """Returns [start, stop) of the repeated blocks if they dominate the model, else none.
+
+        With `by_blocks` their weight does not matter.
+        """
         found: list[tuple[int, int]] = []
         total = sum(repeat.count for repeat in self.graph.repeats)
         for repeat in self.graph.repeats:
@@ -185,7 +191,8 @@ class _Row:
             for at in range(0, repeat.count, together):
                 found.append((starts[at], stops[min(at + together, repeat.count) - 1]))
         covered = sum(self.sums[stop] - self.sums[start] for start, stop in found)
-        return found if covered >= self.sums[-1] / 2 and len(found) > 1 else []
+        dominate = by_blocks or covered >= self.sums[-1] / 2
+        return found if dominate and len(found) > 1 else []
 
     def around(self, blocks: list[tuple[int, int]], slack: float) -> list[int]:
         """Returns the ends of layers built around blocks; light segments in between join them."""

@@ -47,7 +47,7 @@ def cheapest(
         PlanError: `wanted` cannot be parsed.
     """
     if wanted != "auto":
-        return _within_host(planned(parse_offload(graph, wanted), limit), host)
+        return within_host(planned(parse_offload(graph, wanted), limit), host)
     best: StagePlan | None = None
     missing: InfeasibleError | None = None
     try:
@@ -60,7 +60,7 @@ def cheapest(
         if best is not None and not branch(value).beats(best):
             continue
         try:
-            plan = _within_host(planned(value, limit), host)
+            plan = within_host(planned(value, limit), host)
         except InfeasibleError as error:
             missing = error
             continue
@@ -114,7 +114,7 @@ def _values(graph: Graph) -> Iterator[Offload]:
             yield Offload(optimizer, blocks)
 
 
-def _within_host(plan: StagePlan, host: float) -> StagePlan:
+def within_host(plan: StagePlan, host: float) -> StagePlan:
     """Returns the plan; raises InfeasibleError if it needs more host memory than there is."""
     needed = plan.predicted.host_bytes
     if needed > host:

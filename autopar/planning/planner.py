@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
+from autopar.errors import InfeasibleError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -34,7 +36,13 @@ from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
 from autopar.planning.peak import with_simulated
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.prices import calibration_of, cost_model, limit_of, slowdown_of
+from autopar.planning.prices import (
+    calibration_of,
+    cost_model,
+    limit_of,
+    limit_of_plan,
+    slowdown_of,
+)
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.trace import Trace
@@ -88,6 +96,38 @@ def make_plan(
     return plan
 
 
+def plan_again(
+    graph: Graph,
+    plan: StagePlan,
+    options: Options,
+    trace: Trace,
+    repeated: Repeated | None = None,
+    known: Prices | None = None,
+) -> StagePlan:
+    """Returns the fastest plan under other pins than those of a plan.
+
+    The same blocks are recomputed and offloaded as in the plan, which its search has found to be
+    best, if a plan with them fits. Otherwise, and under another memory limit, these are searched
+    for, too.
+
+    Args:
+        graph: the prepared graph.
+        plan: the plan.
+        options: options of planning, with the other pins.
+        trace, repeated, known: as for `make_plan`.
+
+    Raises:
+        InfeasibleError: no plan fits into memory.
+        PinError: the pins cannot be satisfied.
+    """
+    planner = Planner(graph, plan.mesh, options, trace, repeated, known)
+    limit = limit_of(plan.mesh, options)
+    if limit == limit_of_plan(plan):
+        with suppress(InfeasibleError):
+            return planner.plan_like(plan, limit)
+    return planner.plan(limit)
+
+
 class Planner:
     """Plans a graph within any memory; all that does not depend on memory is done once.
 
@@ -139,6 +179,16 @@ class Planner:
             graph, options.offload, limit, host, planned, lambda how: self._branch(how, {})
         )
         return replace(plan, limit=limit)
+
+    def plan_like(self, plan: StagePlan, limit: float) -> StagePlan:
+        """Returns the fastest plan with the same blocks recomputed and offloaded as in another.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        fitting = self._branch(plan.offload, plan.recompute).fitting(limit, EXACT)
+        host = device(self.mesh).host_memory
+        return replace(offloading.within_host(fitting, host), limit=limit)
 
     def _branch(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         """Returns planning with an offload and some blocks recomputed."""

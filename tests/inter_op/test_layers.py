@@ -67,6 +67,18 @@ def test_a_light_head_joins_and_a_very_heavy_one_is_cut(gpt: Graph) -> None:
     assert max(layers.weights) <= 1.6 * block
 
 
+def test_blocks_that_stand_for_more_are_layers_however_heavy_the_rest_is(gpt: Graph) -> None:
+    blocks = {name for block in gpt.repeats[0].iterations for name in block}
+    heavy = {name: own if name in blocks else 100 * own for name, own in flops(gpt).items()}
+    assert sum(heavy[name] for name in blocks if name in heavy) < sum(heavy.values()) / 2
+    ends = find_layers(gpt, heavy, by_blocks=True).ends
+    last = [
+        max(block, key=[n.name for n in gpt.nodes].index) for block in gpt.repeats[0].iterations
+    ]
+    assert set(last) <= set(ends)
+    assert not set(last) <= set(find_layers(gpt, heavy).ends)
+
+
 def test_many_blocks_stand_together(gpt: Graph) -> None:
     layers = find_layers(gpt, flops(gpt), most=2)
     assert len(layers) == 3

@@ -27,7 +27,7 @@ from autopar.planning.capturing import Call, capture_call, capture_graph
 from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as parts
 from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches
-from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.search import INEXACT, Borders, search, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
@@ -36,7 +36,7 @@ from autopar.planning.pipelines.variants import InFlight
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
-from tests.support.models import gpt2
+from tests.support.models import gpt2, mlp, squared_error
 
 BATCH = 16
 CLUSTER = Mesh.parse("H100: node=2, gpu=2")
@@ -241,6 +241,38 @@ def test_layers_are_the_same_on_microbatches_of_any_size() -> None:
     whole = prepare(second.graph, passes=FINDING)
     own = find_layers(whole, weights(second.graph, whole, CLUSTER, Options())[0])
     assert len(own) != len(second.layers)  # what its own weights would give
+
+
+@pytest.mark.slow
+def test_blocks_that_are_not_captured_are_layers_beside_a_head_that_weighs_more() -> None:
+    def graph(samples: int, layers: int | None) -> Graph:
+        model, batch = gpt2(layers or 9, seq=512, n_positions=512, n_embd=16, vocab_size=262_144)
+        return capture_call(Call.of(model, batch).sized(samples), Options(), Trace(None)).graph
+
+    sized = OnMicrobatches(AnySize(graph, 9), 8, Mesh.parse("H100: gpu=2"), Options())
+    few = sized(4)
+    whole = prepare(deep := sized.whole(4, "1f1b"), passes=FINDING)
+    seconds = weights(deep, whole, CLUSTER, Options())[0]
+    blocks = {name for block in whole.repeats[0].iterations for name in block}
+    assert sum(seconds.get(name, 0.0) for name in blocks) < sum(seconds.values()) / 2
+    assert max(count for _, count in runs(few.kinds)) == 9  # the embedding is a layer, too
+    assert len(few.kinds) == len(find_layers(whole, seconds, by_blocks=True))
+
+
+def test_a_deep_model_of_unlike_blocks_is_captured_whole() -> None:
+    asked: list[int | None] = []
+
+    def graph(samples: int, layers: int | None) -> Graph:
+        asked.append(layers)
+        model, batch = mlp(tuple(8 * (11 - n) for n in range(1, 2 + (layers or 9))), batch=4)
+        options = Options(loss_fn=squared_error)
+        return capture_call(Call(model, (), batch).sized(samples), options, Trace(None)).graph
+
+    sized = OnMicrobatches(AnySize(graph, 9), 8, Mesh.parse("H100: gpu=2"), Options())
+    few = sized(4)
+    assert asked[-1] is None
+    assert len(few.kinds) == len(few.layers)
+    assert len([node for node in few.graph.nodes if node.op == "aten.linear"]) == 9
 
 
 class Counting(Workers):

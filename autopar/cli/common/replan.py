@@ -31,7 +31,7 @@ from autopar.operators.forms import PLAIN, forms_of
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.planner import make_plan
+from autopar.planning.planner import plan_again
 from autopar.planning.prices import limit_of_plan
 from autopar.stage_plan import StagePlan
 
@@ -85,9 +85,7 @@ class Case:
             self.plan, memory=memory, pins=all_pins, table=self.rules,
             calibration=self.calibration, whole=self.whole,
         )  # fmt: skip
-        plan = make_plan(
-            self.graph, self.plan.mesh, options, self.tracer, self.repeated, self.known
-        )
+        plan = plan_again(self.graph, self.plan, options, self.tracer, self.repeated, self.known)
         return plan, time.perf_counter() - began
 
     def pins(self, node: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from autopar.passes.shares import remove_shares
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
-from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.search import SearchResult, fastest, plan_of, search
 from autopar.planning.pipelines.stages import weights
@@ -93,12 +93,19 @@ class OnMicrobatches:
     def __call__(self, microbatches: int) -> Layered:
         """Returns the layers of the model on one microbatch, the same for every number of them."""
         samples = self.batch // microbatches
-        if samples not in self.layered:  # searches of several schedules ask for the same
-            prepared = self._graph(samples)
-            graph = remove_shares(prepared)
-            seconds, _ = weights(graph, prepared, self.mesh, self.options)
-            layers = self._layers(prepared, seconds)
-            self.layered[samples] = Layered(graph, layers, self.more, samples)
+        if samples in self.layered:  # searches of several schedules ask for the same
+            return self.layered[samples]
+        prepared = self._graph(samples)
+        graph = remove_shares(prepared)
+        seconds, _ = weights(graph, prepared, self.mesh, self.options)
+        layers = self._layers(prepared, seconds)
+        if self.more and not any(count > 1 for _, count in runs(layers.kinds)):
+            # No block stands for others, so that all of them must be captured.
+            self.more, self.layers, self.ends = 0, None, ()
+            self.traced.clear()
+            self.layered.clear()
+            return self(microbatches)
+        self.layered[samples] = Layered(graph, layers, self.more, samples)
         return self.layered[samples]
 
     def _layers(self, graph: Graph, seconds: Mapping[str, float]) -> Layers:
@@ -108,13 +115,13 @@ class OnMicrobatches:
             GraphError: the graph of this batch size has other operators, and other layers.
         """
         if not self.ends:
-            layers = find_layers(graph, seconds)
+            layers = find_layers(graph, seconds, by_blocks=self.more > 0)
             self.ends = tuple(layers.ends)
             return layers
         try:
             return layers_at(graph, seconds, self.ends)
         except GraphError:
-            layers = find_layers(graph, seconds)
+            layers = find_layers(graph, seconds, by_blocks=self.more > 0)
             if len(layers) != len(self.ends):
                 raise
             return layers

@@ -229,7 +229,7 @@ def plan_of(
     ends = searched.ends
     if not ends:
         whole = prepare(graph, passes=FINDING)
-        ends = find_layers(whole, weights(graph, whole, mesh, options)[0]).ends
+        ends = find_layers(whole, weights(graph, whole, mesh, options)[0], by_blocks=True).ends
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place_stages(mesh, [stage.submesh for stage in pipeline.stages])
     groups = [
