@@ -26,6 +26,7 @@ from autopar.capture.experts.expert_masks import ExpertMasks
 from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
 from autopar.capture.stand_ins.ctc_loss import ctc_loss
+from autopar.capture.stand_ins.random_branches import RandomBranches
 from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
 from autopar.capture.traced_nodes import BY_MASK
@@ -98,6 +99,7 @@ class Watch(TorchFunctionMode):
         self._gradients = GradientsInAutocast()
         self._counts, self._masks = RowCounts(), ExpertMasks()
         self._loops = ExpertLoops(self._masks.choices)
+        self._draws = RandomBranches()
 
     def __torch_function__(
         self,
@@ -121,7 +123,10 @@ class Watch(TorchFunctionMode):
         result = self._masks.call(func, name, args, kwargs)
         if result is not NotImplemented:
             return result
-        truth = assumed(name, args, sys._getframe(1), current())
+        line = current()
+        truth = self._draws.truth(name, args, line)
+        if truth is None:
+            truth = assumed(name, args, sys._getframe(1), line)
         if truth is not None:
             return truth
         if name == "ctc_loss":
@@ -149,6 +154,7 @@ class Watch(TorchFunctionMode):
                 _refuse_unknown_sizes(item, name)
         self._loops.note(name, args, kwargs, result)
         self._counts.note(name, args, result)
+        self._draws.note(name, args, result)
         return self._masks.choices.noted(name, args, kwargs, result)
 
 
