@@ -11,7 +11,7 @@ import click
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
 from autopar.cli.common.generation_options import generation_options
-from autopar.cli.common.given_stages import show_given, stage_options
+from autopar.cli.common.given_stages import searched_batch, show_given, stage_options
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
@@ -201,7 +201,7 @@ def command(
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
-    stage_count: int | None,
+    stage_count: int | str | None,
     microbatches: int | None,
     accumulate: int | None,
     mean_loss: bool,
@@ -230,6 +230,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --task generate --batch 32 --prompt 512
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
+    global_batch = searched_batch(stage_count, batch, global_batch)
     before = Plan.load(source).stage if source else None
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
@@ -242,7 +243,7 @@ def command(
         "documents": documents,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
-        "stages": stage_count if global_batch is None else "auto",
+        "stages": stage_count if global_batch is None else AUTO,
         **_microbatches(microbatches, accumulate, mean_loss),
         "schedule": schedule,
         "execution": None if execution is None else Execution.read(execution),
