@@ -73,6 +73,8 @@ _BY_SIZE = {
     "__getitem__": "for x[mask] and x[:n] use torch.where(mask, x, 0) or x * mask, which keep "
     "the size",
     "masked_select": "use torch.where(mask, x, 0), or x * mask, which keep the size",
+    "_pack_padded_sequence": "pass padded sequences without packing them, mask the output, and "
+    "take the last state of a sequence with torch.gather",
     "repeat_interleave": "state the size: repeat_interleave(..., output_size=n)",
     **dict.fromkeys(
         ("unique", "unique_consecutive", "bincount"),

@@ -135,6 +135,12 @@ def repeats_by_values(self: Any, x: Tensor) -> Any:
     return self.layer(x.repeat_interleave((x[:, 0] > 0).long(), dim=0)).sum()  # the line
 
 
+@mistake("torch.gather")
+def packs_sequences(self: Any, x: Tensor) -> Any:
+    rows = nn.utils.rnn.pack_padded_sequence(self.layer(x)[None], x[:1, 0].long(), True)  # the line
+    return rows.data.sum()
+
+
 @mistake("mask the excess")
 def makes_as_many_as_a_value(self: Any, x: Tensor) -> Any:
     return self.layer(x).sum() + torch.arange(x.long().max()).sum()  # the line
