@@ -203,7 +203,8 @@ def _export(wrapper: FlatModel, examples: tuple[Tensor, ...]) -> ExportedProgram
         error.where = error.where or innermost(error.__traceback__)
         raise
     except Exception as error:
-        raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error
+        watch = wrapper.watch
+        raise explain(error, watch.failed, watch.opaque, watch.differentiated) from error
     finally:
         if collects:
             gc.enable()

@@ -93,11 +93,12 @@ class Watch(TorchFunctionMode):
     Attributes:
         failed: the name of the function that raised the last error.
         opaque: the user's last line with an operation that may not be traceable, such as `x.data`.
+        differentiated: the user's last line that computes a gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.failed = self.opaque = ""
+        self.failed = self.opaque = self.differentiated = ""
         self._gradients = GradientsInAutocast()
         self._counts, self._masks = RowCounts(), ExpertMasks()
         self._loops = ExpertLoops(self._masks.choices)
@@ -126,6 +127,8 @@ class Watch(TorchFunctionMode):
         if result is not NotImplemented:
             return result
         line = current()
+        if func is torch.autograd.grad:
+            self.differentiated = line
         truth = self._draws.truth(name, args, line)
         if truth is None:
             truth = assumed(name, args, sys._getframe(1), line)

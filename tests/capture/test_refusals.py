@@ -219,6 +219,13 @@ def differentiates_once(self: Any, x: Tensor) -> Any:
     return y + gradient.norm()
 
 
+@mistake("write this derivative out")
+def differentiates_through_a_linear(self: Any, x: Tensor) -> Any:
+    y = self.layer(x.requires_grad_(True))
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # the line
+    return y.mean() + gradient.norm()
+
+
 @mistake("before compile")
 def freezes(self: Any, x: Tensor) -> Any:
     self.layer.requires_grad_(False)  # the line
