@@ -69,26 +69,23 @@ def stage_options(command: Command) -> Command:
     return command
 
 
-def searched_batch(
+def stages_of(
     count: int | str | None, batch: int | None, global_batch: int | None
-) -> int | None:
-    """Returns the samples in a step for which stages are searched; None if stages are given.
+) -> dict[str, Any]:
+    """Returns the options of a given number of stages, or of a search for them.
 
     Raises:
-        UsageError: the options contradict one another, or the samples are missing.
+        UsageError: the options contradict one another, or the samples in a step are missing.
     """
-    if count is None:
-        return global_batch
-    if count != AUTO:
-        if global_batch is not None:
-            raise click.UsageError(
-                f"--global-batch chooses the stages itself; pass --batch with --stages {count}"
-            )
-        return None
-    samples = batch if global_batch is None else global_batch
-    if samples is None:
+    if count in (None, AUTO) and global_batch is not None:
+        return {"stages": AUTO, "global_batch": global_batch}
+    if global_batch is not None:
+        raise click.UsageError(
+            f"--global-batch chooses the stages itself; pass --batch with --stages {count}"
+        )
+    if count == AUTO and batch is None:
         raise click.UsageError("--stages auto needs the samples in a step; pass --batch")
-    return samples
+    return {"stages": count, "global_batch": batch if count == AUTO else None}
 
 
 def show_given(
