@@ -28,9 +28,10 @@ _FUNCTIONS = (
     "write it without torch.func and vmap: with batched operators, or "
     "torch.autograd.grad(..., create_graph=True)"
 )
+_LOST = "constant's list"  # of tensors that are no values of the trace
 _BY_MESSAGE = {
     "functorch": _FUNCTIONS,
-    "constant's list": "write .detach() for .data, and do not change what requires a gradient",
+    _LOST: "write .detach() for .data, and do not change what requires a gradient",
 }
 # Files of torch and of libraries on the stack of the error.
 _BY_FILE = {
@@ -55,15 +56,25 @@ _BY_VALUE = (
 )
 
 
-def explain(error: Exception, failed: str, opaque: str) -> CaptureError:
+def explain(error: Exception, failed: str, opaque: str, differentiated: str = "") -> CaptureError:
     """Returns an error that says what stopped torch.export, on which line, and what to do.
 
     Args:
         error: the error that it raised.
         failed: the name of the torch function that failed, "" if none did.
         opaque: a line that may cause failures after the trace.
+        differentiated: a line that computes a gradient, "" if there is none.
     """
     message, where = str(error).strip(), innermost(error.__traceback__)
+    if differentiated and _LOST in message:
+        return CaptureError(
+            "the model computes a gradient that torch.export cannot trace",
+            where=differentiated,
+            why="it traces above autograd, and loses what linears and activations keep for their "
+            "gradients",
+            todo="write this derivative out with operators of torch, or as the result of a "
+            "torch.library.custom_op with register_autograd",
+        )
     if "data-dependent" in message or "DataDependent" in type(error).__name__:
         return _chosen(where, failed)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -175,6 +176,14 @@ def _captured(
     return Captured(tie(graph), buffers, renamed, wrapper.inputs, seen.output)
 
 
+def _traced(wrapper: FlatModel, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    with warnings.catch_warnings():
+        # Layers like nn.LSTM list their weights in an attribute. Where one keeps a state, capture
+        # refuses it by itself.
+        warnings.filterwarnings("ignore", "The tensor attributes? .* during export", UserWarning)
+        return torch.export.export(wrapper, examples, strict=False)
+
+
 _LOST_CONSTANT = "fake tensor in the exported program constant"
 
 
@@ -184,17 +193,18 @@ def _export(wrapper: FlatModel, examples: tuple[Tensor, ...]) -> ExportedProgram
     gc.disable()  # destructors of collected programs may call operators, which would be traced
     try:
         try:
-            return torch.export.export(wrapper, examples, strict=False)
+            return _traced(wrapper, examples)
         except RuntimeError as error:
             # On a busy machine, one trace in thousands loses a constant; a second trace does not.
             if _LOST_CONSTANT not in str(error):
                 raise
-            return torch.export.export(wrapper, examples, strict=False)
+            return _traced(wrapper, examples)
     except AutoparError as error:
         error.where = error.where or innermost(error.__traceback__)
         raise
     except Exception as error:
-        raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error
+        watch = wrapper.watch
+        raise explain(error, watch.failed, watch.opaque, watch.differentiated) from error
     finally:
         if collects:
             gc.enable()

@@ -26,6 +26,7 @@ from autopar.capture.experts.expert_masks import ExpertMasks
 from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
 from autopar.capture.stand_ins.ctc_loss import ctc_loss
+from autopar.capture.stand_ins.random_branches import RandomBranches
 from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
 from autopar.capture.traced_nodes import BY_MASK
@@ -72,6 +73,8 @@ _BY_SIZE = {
     "__getitem__": "for x[mask] and x[:n] use torch.where(mask, x, 0) or x * mask, which keep "
     "the size",
     "masked_select": "use torch.where(mask, x, 0), or x * mask, which keep the size",
+    "_pack_padded_sequence": "pass padded sequences without packing them, mask the output, and "
+    "take the last state of a sequence with torch.gather",
     "repeat_interleave": "state the size: repeat_interleave(..., output_size=n)",
     **dict.fromkeys(
         ("unique", "unique_consecutive", "bincount"),
@@ -90,14 +93,16 @@ class Watch(TorchFunctionMode):
     Attributes:
         failed: the name of the function that raised the last error.
         opaque: the user's last line with an operation that may not be traceable, such as `x.data`.
+        differentiated: the user's last line that computes a gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.failed = self.opaque = ""
+        self.failed = self.opaque = self.differentiated = ""
         self._gradients = GradientsInAutocast()
         self._counts, self._masks = RowCounts(), ExpertMasks()
         self._loops = ExpertLoops(self._masks.choices)
+        self._draws = RandomBranches()
 
     def __torch_function__(
         self,
@@ -121,7 +126,12 @@ class Watch(TorchFunctionMode):
         result = self._masks.call(func, name, args, kwargs)
         if result is not NotImplemented:
             return result
-        truth = assumed(name, args, sys._getframe(1), current())
+        line = current()
+        if func is torch.autograd.grad:
+            self.differentiated = line
+        truth = self._draws.truth(name, args, line)
+        if truth is None:
+            truth = assumed(name, args, sys._getframe(1), line)
         if truth is not None:
             return truth
         if name == "ctc_loss":
@@ -149,6 +159,7 @@ class Watch(TorchFunctionMode):
                 _refuse_unknown_sizes(item, name)
         self._loops.note(name, args, kwargs, result)
         self._counts.note(name, args, result)
+        self._draws.note(name, args, result)
         return self._masks.choices.noted(name, args, kwargs, result)
 
 

@@ -11,7 +11,7 @@ import click
 from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
 from autopar.cli.common.generation_options import generation_options
-from autopar.cli.common.given_stages import show_given, stage_options
+from autopar.cli.common.given_stages import show_given, stage_options, stages_of
 from autopar.cli.common.model_options import (
     RULES,
     capture_model,
@@ -201,7 +201,7 @@ def command(
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
-    stage_count: int | None,
+    stage_count: int | str | None,
     microbatches: int | None,
     accumulate: int | None,
     mean_loss: bool,
@@ -242,11 +242,10 @@ def command(
         "documents": documents,
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
-        "stages": stage_count if global_batch is None else "auto",
+        **stages_of(stage_count, batch, global_batch),
         **_microbatches(microbatches, accumulate, mean_loss),
         "schedule": schedule,
         "execution": None if execution is None else Execution.read(execution),
-        "global_batch": global_batch,
         "allow": allow,
     }
     options = replace(
@@ -262,7 +261,7 @@ def command(
     _check_folder(output)
     if way is None and LOCAL_UPDATES in allowed(options.allow):
         way = fastest(ModelSpec(model, batch, seq, layers), devices, options, as_json)
-    mesh, batch = replica(devices, way, batch, global_batch)
+    mesh, batch = replica(devices, way, batch, options.global_batch)
     if way is not None:
         options = replace(options, update=method(way).added_to(ADAMW, way.goes_on))
     staged = options.searches_stages or options.is_pipeline

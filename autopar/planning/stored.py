@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import PinError, StageError
+from autopar.errors import InfeasibleError, PinError, StageError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
@@ -126,12 +126,15 @@ def _planned(
 ) -> StagePlan:
     """Plans a graph that is not cut into stages.
 
-    Pins that do not fit this batch are dropped, such as a pin that shards too few rows.
+    Pins that do not fit this batch or the stored parameters are dropped, such as a pin that shards
+    too few rows.
     """
     constrained = replace(options, stored=stored)
     try:
         return make_plan(graph, before.mesh, constrained, Trace(None))
-    except PinError:
+    except (InfeasibleError, PinError):
+        if not options.pins:
+            raise
         return make_plan(graph, before.mesh, replace(constrained, pins=None), Trace(None))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -207,3 +208,8 @@ def test_a_write_that_reaches_another_leaf_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="front"):
         capture(Tied(), (torch.randn(4),))
+
+
+def test_torch_warns_of_nothing_in_a_recurrent_layer() -> None:
+    with warnings.catch_warnings(action="error"):
+        capture(nn.GRU(4, 4), (torch.randn(2, 4),), loss_fn=lambda output: output[0].sum())

@@ -135,6 +135,12 @@ def repeats_by_values(self: Any, x: Tensor) -> Any:
     return self.layer(x.repeat_interleave((x[:, 0] > 0).long(), dim=0)).sum()  # the line
 
 
+@mistake("torch.gather")
+def packs_sequences(self: Any, x: Tensor) -> Any:
+    rows = nn.utils.rnn.pack_padded_sequence(self.layer(x)[None], x[:1, 0].long(), True)  # the line
+    return rows.data.sum()
+
+
 @mistake("mask the excess")
 def makes_as_many_as_a_value(self: Any, x: Tensor) -> Any:
     return self.layer(x).sum() + torch.arange(x.long().max()).sum()  # the line
@@ -174,6 +180,18 @@ def draws_with_numpy(self: Any, x: Tensor) -> Any:
     return self.layer(x) * float(np.random.rand())  # the line
 
 
+@mistake("layerdrop=0.0")
+def skips_layers_at_random(self: Any, x: Tensor) -> Any:
+    if self.training and torch.rand([]) < 0.1:  # the line
+        return x
+    return self.layer(x)
+
+
+@mistake("layerdrop=0.0")
+def skips_layers_by_a_number(self: Any, x: Tensor) -> Any:
+    return self.layer(x) if torch.rand(1).item() > 0.1 else x  # the line
+
+
 @mistake("torch.manual_seed")
 def draws_from_a_generator(self: Any, x: Tensor) -> Any:
     generator = torch.Generator().manual_seed(0)
@@ -199,6 +217,13 @@ def differentiates_once(self: Any, x: Tensor) -> Any:
     y = self.layer(x).square().sum()
     (gradient,) = torch.autograd.grad(y, self.layer.weight, retain_graph=True)  # the line
     return y + gradient.norm()
+
+
+@mistake("write this derivative out")
+def differentiates_through_a_linear(self: Any, x: Tensor) -> Any:
+    y = self.layer(x.requires_grad_(True))
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # the line
+    return y.mean() + gradient.norm()
 
 
 @mistake("before compile")
@@ -289,6 +314,20 @@ def test_checkpoints_are_computed() -> None:
             return y.sum()
 
     assert_steps_agree(Checkpointed(False), steps=1)
+
+
+def test_layers_are_kept_that_no_random_number_skips() -> None:
+    class Keeps(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = torch.rand([])
+            if not (self.training and drawn < 0.0):
+                x = self.layer(x)
+            if drawn <= 0.0 or torch.rand_like(x[0, 0]) >= 1.0:
+                return x.sum()
+            x = self.layer(x).tanh() if drawn > 0.0 else x
+            return x.sum() if torch.rand(1) < 1.0 else x.mean()
+
+    assert_steps_agree(Keeps())
 
 
 def assert_steps_agree(model: nn.Module, steps: int = 3) -> None:

@@ -29,7 +29,7 @@ def tiny(batch=8):
 
 def test_stages_are_chosen_and_written(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    command = [*MODEL, "--global-batch", "8", "--json", "-o", str(file)]
+    command = [*MODEL, "--stages", "auto", "--batch", "8", "--json", "-o", str(file)]
     result = CliRunner().invoke(main, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
@@ -41,6 +41,20 @@ def test_stages_are_chosen_and_written(tmp_path: Path) -> None:
     assert ranks == set(range(4))
     assert made.predicted.figures() == told["predicted"]
     assert all(other["step_seconds"] >= told["searched_seconds"] for other in told["others"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--stages", "auto"), "pass --batch"),
+        (("--stages", "2", "--global-batch", "8"), "pass --batch with --stages 2"),
+        (("--stages", "many"), "is not a valid integer"),
+    ],
+)
+def test_stages_that_contradict_other_options_are_refused(
+    options: tuple[str, ...], says: str
+) -> None:
+    assert says in " ".join(told("plan", *MODEL[1:], *options, code=2).split())
 
 
 def test_what_fits_nowhere_is_refused() -> None:

@@ -1,18 +1,24 @@
-"""Stages of a further batch keep the parameters of the first one's, tied ones included."""
+"""Further batches and evaluations keep the parameters of the first program where they are."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.pins import data_parallel
+from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import Devices, plan_stages, stage_graphs
-from autopar.planning.stored import plan_over
+from autopar.planning.planner import make_plan
+from autopar.planning.stored import plan_over, storages_of
 from autopar.planning.trace import Trace
 from tests.fuzz.settings import Settings, Words
 
@@ -45,3 +51,26 @@ def test_an_odd_batch_keeps_the_stages_of_a_tied_embedding(after: str) -> None:
     before = parameters(stage_graphs(first, plan.ends, Trace(None)))
     assert parameters(stage_graphs(graph, found.ends, Trace(None))) == before
     assert "embed.weight" in before[0] & before[-1]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.norm(x)), y)
+
+
+def test_an_evaluation_drops_pins_that_contradict_stored_parameters() -> None:
+    """Training computes the statistics of all rows, and stores the norm's weight whole for them."""
+    mesh = Mesh.parse("cpu[1GFLOP/s 64GiB 1GB/s]: gpu=2 @10GB/s 1us")
+    options = Options(pins=[data_parallel("gpu")], state="zero3")
+    batch = {"x": torch.randn(8, 8).double(), "y": torch.randn(8, 4).double()}
+    first, further = (
+        capture_call(Call(Normed().double().train(mode), (), batch), options, Trace(None)).graph
+        for mode in (True, False)
+    )
+    plan = Plan.of(make_plan(first, mesh, options, Trace(None)))
+    graph, found = plan_over(first, plan, further, options)
+    assert storages_of(graph, found.stage) == storages_of(first, plan.stage)

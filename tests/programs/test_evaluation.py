@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, BatchError, ProgramError
 from autopar.pins import data_parallel, megatron
+from autopar.runtime.pipeline.pipeline_program import _scalar
 from tests.support.one_process import compare_step, compare_weights
 from tests.support.ranks import run_ranks
 
@@ -61,7 +62,12 @@ class Classifier(nn.Module):
         logits = self.head(self.blocks(self.norm(x)))
         if labels is None:
             return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits, labels),
+            "logits": logits,
+            "correct": (logits.argmax(-1) == labels).sum(),
+            "finite": logits.isfinite().all(),
+        }
 
 
 def classifier(*rates: float) -> Classifier:
@@ -112,7 +118,7 @@ def evaluate_beside(way: str) -> None:
                 found, wanted = program.eval_step(**given), alone(**given)
                 torch.testing.assert_close(found.loss, wanted["loss"], rtol=1e-9, atol=1e-12)
                 whole = found.whole()
-                torch.testing.assert_close(whole["logits"], wanted["logits"], rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(whole, wanted, rtol=1e-9, atol=1e-12)
                 dtype, _, rest = found.layouts["logits"].partition("[")
                 assert (dtype, rest.partition(",")[0].partition("@")[0]) == ("f64", str(rows))
             # Without labels, and by position.
@@ -200,6 +206,13 @@ def modes() -> None:
     model.train()
     with pytest.raises(BatchError, match="shapes"):
         program.step(**batch(6, 0))
+
+
+def test_flags_of_microbatches_are_one_flag_only_if_they_agree() -> None:
+    yes, no = torch.tensor(True), torch.tensor(False)
+    assert bool(_scalar("sure", [yes, yes]))
+    with pytest.raises(BatchError, match="'sure' is true in some"):
+        _scalar("sure", [yes, no])
 
 
 def test_two_ranks() -> None:

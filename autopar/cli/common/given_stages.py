@@ -14,9 +14,16 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
-from autopar.planning.options import Options
+from autopar.planning.options import AUTO, Options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _stage_count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """Returns a number of stages, or "auto"; click refuses anything else."""
+    if value in (None, AUTO):
+        return value
+    return int(click.IntRange(1, 2**20)(value, param, ctx))
 
 
 def stage_options(command: Command) -> Command:
@@ -52,12 +59,33 @@ def stage_options(command: Command) -> Command:
         click.option(
             "--stages",
             "stage_count",
-            type=click.IntRange(1, 2**20),
-            help="Number of pipeline stages, along the outermost axis of the mesh.",
+            metavar="NUMBER|auto",
+            callback=_stage_count,
+            help="Number of pipeline stages, along the outermost axis of the mesh; auto chooses "
+            "stages, sub-meshes and microbatches for the whole --batch.",
         ),
     ):
         command = option(command)
     return command
+
+
+def stages_of(
+    count: int | str | None, batch: int | None, global_batch: int | None
+) -> dict[str, Any]:
+    """Returns the options of a given number of stages, or of a search for them.
+
+    Raises:
+        UsageError: the options contradict one another, or the samples in a step are missing.
+    """
+    if count in (None, AUTO) and global_batch is not None:
+        return {"stages": AUTO, "global_batch": global_batch}
+    if global_batch is not None:
+        raise click.UsageError(
+            f"--global-batch chooses the stages itself; pass --batch with --stages {count}"
+        )
+    if count == AUTO and batch is None:
+        raise click.UsageError("--stages auto needs the samples in a step; pass --batch")
+    return {"stages": count, "global_batch": batch if count == AUTO else None}
 
 
 def show_given(

@@ -59,8 +59,8 @@ def replica(
     if search is not None or batch is None or batch % replicas:
         raise OptionError(
             f"--outer needs the batch of {replicas} replicas",
-            why=f"--batch is {batch}" if search is None else "--global-batch is given",
-            todo=f"pass --batch, a multiple of {replicas}, and leave out --global-batch",
+            why=f"--batch is {batch}" if search is None else "stages are searched",
+            todo=f"pass --batch, a multiple of {replicas}, without --global-batch or --stages auto",
         )
     return outer.within(mesh), batch // replicas
 

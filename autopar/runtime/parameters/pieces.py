@@ -95,8 +95,9 @@ Squares = Callable[[Sequence[Tensor]], Tensor]
 
 
 def squares_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of the squares of all elements, f64[]."""
+    """Returns the sum of the squares of all elements, of complex ones of both parts, f64[]."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    tensors = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     exact = [tensor for tensor in tensors if tensor.dtype == torch.float64]
     others = [tensor for tensor in tensors if tensor.dtype != torch.float64]
     for alike, dtype in ((exact, torch.float64), (others, torch.float32)):

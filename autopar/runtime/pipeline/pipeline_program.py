@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from autopar.errors import BatchError
 from autopar.ir.action import Action, Row
 from autopar.ir.pipeline_step import forwards
 from autopar.ir.tensor import TensorType
@@ -154,8 +155,11 @@ class PipelineProgram:
     def forward(self, inputs: Mapping[str, Tensor]) -> Evaluated:
         """Returns the outputs, whole and on every rank; changes nothing.
 
-        Outputs of the microbatches are concatenated along their first dimension; scalars are
-        averaged.
+        Outputs of the microbatches are concatenated along their first dimension; of scalars,
+        floating ones are averaged and integers, which count, are added.
+
+        Raises:
+            BatchError: a flag differs between microbatches.
         """
         row, found = forwards(self.row), dict[tuple[str, int], Tensor]()
 
@@ -195,7 +199,7 @@ class PipelineProgram:
                 if shape:
                     outputs[name] = self._in_order(torch.cat(pieces), shape[0])
                 else:
-                    outputs[name] = torch.stack(pieces).sum() / len(pieces)
+                    outputs[name] = _scalar(name, pieces)
         return outputs
 
     def _in_order(self, value: Tensor, rows: int) -> Tensor:
@@ -226,3 +230,18 @@ class PipelineProgram:
             if action[:3] == ("F", stage, microbatch)
         )
         return self.placement.ranks[copy][stage][0]
+
+
+def _scalar(name: str, values: Sequence[Tensor]) -> Tensor:
+    """Returns a scalar output of the whole batch from those of the microbatches."""
+    first = values[0]
+    if first.dtype is torch.bool:
+        if any(bool(value != first) for value in values):
+            raise BatchError(
+                f"the output {name!r} is true in some microbatches and false in others",
+                why="whether it is true of the whole batch does not follow from them",
+                todo="return it for every sample, or return a count",
+            )
+        return first
+    total = torch.stack(list(values)).sum(dtype=first.dtype)
+    return total / len(values) if first.is_floating_point() or first.is_complex() else total
