@@ -20,7 +20,7 @@ from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.lower.literals import quoted
 from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED as PRICED_MIXTURES
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.operators.mixture import MIXTURE
 from autopar.operators.own_functions import called
@@ -75,7 +75,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     if node.op == ASSUME:
         return f"mesh.assume({_call(args, keywords)})"
     if node.op == MIXTURE:
-        keywords.pop(LOAD, None)
+        for name in PRICED_MIXTURES:
+            keywords.pop(name, None)
         return f"mesh.mixture({_call(args, keywords)})"
     for name in PRICED:
         keywords.pop(name, None)

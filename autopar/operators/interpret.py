@@ -17,7 +17,7 @@ from autopar.operators import ctc as ctc  # registers operators that graphs call
 from autopar.operators.assume import assume
 from autopar.operators.attention.document_lengths import PRICED
 from autopar.operators.branches import ASSUME
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED as PRICED_MIXTURES
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
 from autopar.operators.sharded_operators import ShardedOperators
@@ -245,7 +245,8 @@ def execute(
         return args[1].clone()
     if node.op == MIXTURE:
         gate, up, down, x, ids, weights, act, *biases = args
-        kwargs.pop(LOAD, None)
+        for name in PRICED_MIXTURES:
+            kwargs.pop(name, None)
         experts = Experts(gate, up, down, act, tuple(biases) or (None, None, None))
         return mixture(experts, x, ids, weights, **kwargs)
     for name in PRICED:

@@ -264,7 +264,7 @@ class ShardedOperators(ABC):
         one hop, or in one hop for each inner tuple of axes; see `dispatch.py`.
         """
         if self.seen is not None:
-            self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
+            self.seen.append(torch.bincount(ids[ids >= 0], minlength=size or up.shape[0]))
         if axis:
             _refuse_capture(x)
         experts = Experts(gate, up, down, act, _three(*biases))
