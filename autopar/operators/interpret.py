@@ -16,6 +16,8 @@ from autopar.ir.tensor import TensorType
 from autopar.operators import ctc as ctc  # registers operators that graphs call
 from autopar.operators.assume import assume
 from autopar.operators.attention.document_lengths import PRICED
+from autopar.operators.attention.sequence_forms import SINKS
+from autopar.operators.attention.sink_attention import sink_attention
 from autopar.operators.branches import ASSUME
 from autopar.operators.expert_load import PRICED as PRICED_MIXTURES
 from autopar.operators.mixture import MIXTURE, Experts, mixture
@@ -251,6 +253,8 @@ def execute(
         return mixture(experts, x, ids, weights, **kwargs)
     for name in PRICED:
         kwargs.pop(name, None)
+    if node.op == SINKS:
+        return sink_attention(*args, **kwargs)
     if (function := called(node)) is not None:
         name, first = function
         return find(name).apply(*args[first:])

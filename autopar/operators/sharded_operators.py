@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
+from autopar.operators.attention.sink_attention import sink_attention
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
@@ -242,6 +243,10 @@ class ShardedOperators(ABC):
         split = map(_axes, (rows, columns, contracted))
         result = float8_linear(x, weight, Scaling(self, by_row, *split))
         return result if bias is None else result + bias
+
+    def sink_attention(self, *operands: Any, **how: Any) -> Tensor:
+        """Returns attention with sinks, see `sink_attention.py`."""
+        return sink_attention(*operands, **how)
 
     def mixture(
         self,

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from autopar.operators.attention.sink_attention import SINK_ATTENTION
+
 aten = torch.ops.aten
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
@@ -31,6 +33,7 @@ PRODUCTS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    SINK_ATTENTION,
 )
 
 
