@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class ShardedOperators(ABC):
     mesh: Mesh
     coordinate: dict[str, int]
     seen: list[Tensor] | None = None  # if a list, mixtures append their numbers of tokens by expert
+    running: object | None = None  # identifies the call of a form while it runs
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
@@ -61,7 +63,7 @@ class ShardedOperators(ABC):
             run = None if name.startswith("_") else method(name)
             if run is None:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            return functools.partial(run, self)
+            return functools.partial(_identified, run, self)
 
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int
@@ -297,6 +299,16 @@ class ShardedOperators(ABC):
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
         return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
+
+
+def _identified(run: Callable[..., Any], mesh: ShardedOperators, *args: Any, **how: Any) -> Any:
+    """Returns the result of a form, during whose call `mesh.running` identifies the call."""
+    before = mesh.running
+    mesh.running = before or object()
+    try:
+        return run(mesh, *args, **how)
+    finally:
+        mesh.running = before
 
 
 def _refuse_capture(x: Tensor) -> None:
