@@ -24,6 +24,7 @@ SHAPES = {
     "documents": Shape((4, 1), (LENGTH, LENGTH), (4, 4), "documents"),
     "padding": Shape((4, 4), (19, 19), (4, 4), "padding"),
     "cross": Shape((4, 2), (9, 20)),
+    "one query": Shape((4, 2), (1, 20), (4, 4), "padding"),
 }
 FORMS = ("gathered", "ring", "zigzag", "balanced", "ulysses")
 
@@ -93,6 +94,8 @@ def on_device(device: ThreadDevice, form: str, shape: Shape) -> list[Tensor]:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_forms(count: int) -> None:
     for name, shape in SHAPES.items():
+        if shape.lengths[0] < count:
+            continue
         expected = written_out(shape)
         for form in FORMS:
             if form == "zigzag" and not shape.causal:

@@ -28,7 +28,7 @@ from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS,
 from autopar.ir.graph import EXTEND, PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
-from autopar.operators.attention.sequence_forms import ATTENTION, SINKS
+from autopar.operators.attention.sequence_forms import ATTENTION, SINKS, busiest_share
 from autopar.operators.device_work import CHUNK
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
@@ -186,6 +186,8 @@ def _attention(local: Local) -> NodeWork:
     keys = key[-2]
     if argument(local.node, 5, "is_causal") is True:
         keys = (keys + 1) // 2
+    elif local.node.op == SINKS:  # it computes only blocks in which a query sees a key
+        keys = math.ceil(keys * busiest_share(local.node, keys, 1))
     batch = math.prod(local.results[0].shape[:-2])
     d, e = query[-1], value[-1]
     gemm = Gemm(batch, query[-2], keys, d + e)

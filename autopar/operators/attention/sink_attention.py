@@ -138,8 +138,16 @@ def _gradients(
 
 
 def _blocks(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> list[Block]:
-    """Returns the blocks of queries and keys, under a mask or a causal mask."""
+    """Returns the blocks of queries and keys, under a mask or a causal mask.
+
+    A mask is not read for one query, nor while a CUDA graph is captured, which would repeat its
+    blocks.
+    """
     rows, keys = query.shape[-2], key.shape[-2]
+    if mask is not None and (
+        rows == 1 or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return [Block((0, rows), (0, keys), "partial")]
     if mask is not None:
         return visible(mask, rows, keys)
     if not causal:
