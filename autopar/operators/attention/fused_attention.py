@@ -32,8 +32,12 @@ def fuses(
         return False
     if any(x.stride(-1) != 1 for x in (query, key, value)):
         return False
-    if mask is not None and (mask.dtype != torch.bool or not query.is_cpu or ahead is not None):
-        return False
+    if mask is not None:
+        shape = *query.shape[:-1], key.shape[-2]
+        near = zip(reversed(mask.shape), reversed(shape), strict=False)
+        broadcast = mask.dim() <= len(shape) and all(size in (1, whole) for size, whole in near)
+        if mask.dtype != torch.bool or not (query.is_cpu and broadcast and ahead is None):
+            return False
     if query.device.type == "cpu":
         return query.is_floating_point()
     return query.is_cuda and query.dtype in _HALVES and query.shape[-1] % 8 == 0
