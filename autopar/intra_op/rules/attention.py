@@ -62,10 +62,9 @@ RULES = (
         _attention,
         flops=_flops,
         examples=(
-            f"{_HEADS}, sinks=f64[4]",
-            "f64[2, 4, 4, 3], f64[2, 4, 6, 3], f64[2, 4, 6, 3], bool[1, 1, 4, 6], sinks=f64[4]",
-            "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], is_causal=True, sinks=f64[6]",
-            "f64[1, 12, 4, 2], f64[1, 6, 4, 2], f64[1, 6, 4, 2], enable_gqa=True, sinks=f64[12]",
+            "f64[2, 4, 6, 3], f64[2, 2, 8, 3], f64[2, 2, 8, 3], bool[1, 1, 6, 8], "
+            "enable_gqa=True, sinks=f64[4]",
+            "f64[1, 2, 4, 3], f64[1, 2, 4, 3], f64[1, 2, 4, 2], is_causal=True, sinks=f64[2]",
         ),
     ),
 )
