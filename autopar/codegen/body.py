@@ -248,7 +248,7 @@ class Body:
         elif how.kind != "full":
             nodes = [graph[name] for name in graph.repeats[run].iterations[0]]
             flags = ", ".join(map(str, kept_products(nodes, how.kind).values()))
-            keep = f", context_fn=keeping({flags})"
+            keep = f", context_fn=keeping({flags}, mesh=mesh)"
         return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
 
 

@@ -19,8 +19,9 @@ import torch
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.lower.literals import quoted
 from autopar.operators.attention.document_lengths import PRICED
+from autopar.operators.attention.sequence_forms import SINKS
 from autopar.operators.branches import ASSUME
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED as PRICED_MIXTURES
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.operators.mixture import MIXTURE
 from autopar.operators.own_functions import called
@@ -75,10 +76,13 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     if node.op == ASSUME:
         return f"mesh.assume({_call(args, keywords)})"
     if node.op == MIXTURE:
-        keywords.pop(LOAD, None)
+        for name in PRICED_MIXTURES:
+            keywords.pop(name, None)
         return f"mesh.mixture({_call(args, keywords)})"
     for name in PRICED:
         keywords.pop(name, None)
+    if node.op == SINKS:
+        return f"mesh.sink_attention({_call(args, keywords)})"
     if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"
     writer = _WRITERS.get(base)

@@ -21,6 +21,7 @@ from autopar.ir.int8_blocks import staged
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.operators.attention.sequence_forms import KINDS
 from autopar.operators.device_work import CHUNK
 from autopar.operators.exchange import exchanged, local_steps
 from autopar.operators.expert_load import imbalance
@@ -58,11 +59,10 @@ _BACKWARD_STEPS = {
     "aten.cos": 2,
     "aten.div.Tensor": 3,
 }
-# Tensors that accelerator kernels save in place of those in `Node.saved_types`, which are torch's
-# on a CPU: operands (-1: the result), float32 values per row, bytes per element of the result.
-# Attention: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1.2: log-sum-exp of each row.
+# Tensors that accelerator kernels save, not those of a CPU in `Node.saved_types`: operands (-1: the
+# result), float32 values per row, bytes per element of the result. Attention: the lse of each row.
 _KERNELS = {
-    "aten.scaled_dot_product_attention": ((0, 1, 2, -1), 1, 0),
+    **dict.fromkeys(KINDS, ((0, 1, 2, -1), 1, 0)),
     "aten.rms_norm": ((0, 1), 1, 0),
     "aten.layer_norm": ((0, 1), 2, 0),
     "aten.dropout": ((), 0, 1),
@@ -171,7 +171,7 @@ def recipe(
         elements = given[0] / DTYPE_BYTES[node.type.dtype]
         width = out[0].local_shape(node.type.shape, mesh)[-1] if node.type.shape else 1
         extra: tuple[float, ...] = (4.0 * numbers * elements / max(width, 1) + each * elements,)
-        if node.op == "aten.scaled_dot_product_attention":
+        if node.op in KINDS:
             backward += 4.0 * elements  # the gradient of the queries accumulates in float32
     else:
         near = [

@@ -25,12 +25,13 @@ CORE, SAVE = "core", "save"
 # Operators whose results "selective" keeps; `runtime/recompute.py` has the same list of kernels.
 PRODUCTS = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm",
-    "aten.scaled_dot_product_attention", "aten.conv1d", "aten.conv2d", "aten.conv3d",
+    "aten.scaled_dot_product_attention", "autopar.sink_attention", "aten.conv1d", "aten.conv2d",
+    "aten.conv3d",
 )  # fmt: skip
 
 
 # Their names in "save linear:2 attention".
-ATTENTION = "aten.scaled_dot_product_attention"
+ATTENTION, SINKS = "aten.scaled_dot_product_attention", "autopar.sink_attention"
 NAMES = {op.removeprefix("aten."): op for op in PRODUCTS} | {"attention": ATTENTION}
 
 
@@ -95,7 +96,7 @@ def _core(nodes: Sequence[Node]) -> list[str]:
     """
     made, inside = {node.name: node for node in nodes}, set[str]()
     for node in nodes:
-        if node.op == ATTENTION:
+        if node.op in (ATTENTION, SINKS):
             inside.add(node.name)
         if node.op.startswith("aten.softmax") or node.op.startswith("aten._softmax"):
             ahead = [node.name]

@@ -28,7 +28,8 @@ from autopar.ir.rewrite import Names, writes
 _HEAVY = (
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "dot", "vdot", "mv",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "scaled_dot_product_attention", "embedding", "cross_entropy_loss",
+    "conv_transpose3d", "scaled_dot_product_attention", "sink_attention", "embedding",
+    "cross_entropy_loss",
     "batch_norm", "layer_norm", "group_norm", "rms_norm", "sort", "topk", "unique",
 )  # fmt: skip
 _CHANCE = ("rand", "bernoulli", "binomial", "multinomial", "normal", "poisson", "dropout",

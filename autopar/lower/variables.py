@@ -41,6 +41,7 @@ IDENTITIES = ("autopar.share", "autopar.shard")
 _LONGEST = 60  # characters of a name
 _OPERATOR_NAMES = {
     "scaled_dot_product_attention": "attention",
+    "sink_attention": "attention",
     "cross_entropy_loss": "cross_entropy",
     "sum": "total",
     "pow": "power",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, Layout
-from autopar.operators.expert_load import part_shares
+from autopar.operators.expert_load import among, part_shares
 from autopar.operators.form import Calls, Part
 from autopar.operators.mixture import Experts, by_name, mixture
 
@@ -144,7 +144,7 @@ def dispatch_messages(part: Part, hops: Sequence[tuple[str, ...]]) -> Calls:
     back: list[Collective] = []
     for at, axes in enumerate(hops):
         passed = tuple(axis for hop in hops[: at + 1] for axis in hop)
-        rows = math.prod(ids.shape[:-1]) * arrivals(up.shape[0], shares(passed), k)
+        rows = math.prod(ids.shape[:-1]) * arrivals(among(part.node, up), shares(passed), k)
         numbers = part.ways(axes) * DTYPE_BYTES["i64"]
         sizes = (numbers, math.ceil(rows * there))
         forward += (Collective("all_to_all", axes, nbytes) for nbytes in sizes)

@@ -19,7 +19,7 @@ from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import dispatch_messages
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, dispatch_axes
@@ -220,7 +220,7 @@ def _as_is(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
 
 
 def _mixture(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
-    return node.args, tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+    return node.args, tuple(pair for pair in node.kwargs if pair[0] not in PRICED)
 
 
 def _embedding(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:

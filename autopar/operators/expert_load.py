@@ -23,6 +23,8 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.mixture import MIXTURE
 
 LOAD = "load"  # a keyword of the operator, for prices only
+AMONG = "among"  # likewise: the number of experts that tokens choose from, if some are elsewhere
+PRICED = (LOAD, AMONG)
 _EXPERTS = 2**16
 
 
@@ -124,17 +126,34 @@ def imbalance(node: Node, up: TensorType, layout: Layout, mesh: Mesh) -> float:
         up, layout: type and layout of the weights of its experts.
         mesh: the devices.
     """
+    axes, own = layout.dims[0], 1.0
+    if axes:  # rows that choose none of the experts are left out
+        own = up.shape[0] / among(node, up)
     if node.keyword(LOAD) is None:
-        return 1.0
-    return load_of(node).imbalance(up.shape[0], layout.dims[0], mesh)
+        return own
+    return own * load_of(node).imbalance(up.shape[0], axes, mesh)
+
+
+def among(node: Node, up: TensorType) -> int:
+    """Returns the number of experts that the tokens of a mixture choose from.
+
+    Args:
+        node: the mixture.
+        up: type of the weights of its experts.
+    """
+    count = node.keyword(AMONG)
+    return count if isinstance(count, int) else up.shape[0]
 
 
 def part_shares(
     node: Node, up: TensorType, layout: Layout, mesh: Mesh
 ) -> Callable[[Sequence[str]], list[float]]:
-    """Returns a function from axes to the shares of the groups that these axes define."""
-    load, axes = load_of(node), layout.dims[0]
-    return lambda along: load.parts(up.shape[0], axes, along, mesh)
+    """Returns a function from axes to the shares of the groups that these axes define.
+
+    Choices of experts that are none of the mixture's have the rest.
+    """
+    load, axes, own = load_of(node), layout.dims[0], up.shape[0] / among(node, up)
+    return lambda along: [own * s for s in load.parts(up.shape[0], axes, along, mesh)]
 
 
 def with_load(graph: Graph, load: ExpertLoad) -> Graph:

@@ -16,8 +16,10 @@ from autopar.ir.tensor import TensorType
 from autopar.operators import ctc as ctc  # registers operators that graphs call
 from autopar.operators.assume import assume
 from autopar.operators.attention.document_lengths import PRICED
+from autopar.operators.attention.sequence_forms import SINKS
+from autopar.operators.attention.sink_attention import sink_attention
 from autopar.operators.branches import ASSUME
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED as PRICED_MIXTURES
 from autopar.operators.mixture import MIXTURE, Experts, mixture
 from autopar.operators.own_functions import called, find
 from autopar.operators.sharded_operators import ShardedOperators
@@ -245,11 +247,14 @@ def execute(
         return args[1].clone()
     if node.op == MIXTURE:
         gate, up, down, x, ids, weights, act, *biases = args
-        kwargs.pop(LOAD, None)
+        for name in PRICED_MIXTURES:
+            kwargs.pop(name, None)
         experts = Experts(gate, up, down, act, tuple(biases) or (None, None, None))
         return mixture(experts, x, ids, weights, **kwargs)
     for name in PRICED:
         kwargs.pop(name, None)
+    if node.op == SINKS:
+        return sink_attention(*args, **kwargs)
     if (function := called(node)) is not None:
         name, first = function
         return find(name).apply(*args[first:])

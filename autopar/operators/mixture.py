@@ -88,7 +88,8 @@ def mixture(
     Args:
         experts: the experts.
         x: tokens, [..., width].
-        ids: the experts of every token, [..., k], from 0 up to `size`, or -1 for none.
+        ids: the experts of every token, [..., k], from 0 up to `size`; -1 with a weight of zero for
+            none.
         weights: weights of every token's experts, [..., k].
         first, size: the first local expert and the total number; by default all are local.
         kernels: whether autopar's kernels gather, weight and sum rows, in at least float32.
@@ -98,15 +99,18 @@ def mixture(
     """
     import torch
 
-    count = experts.count
-    chosen, places = ids.flatten().sort(stable=True)
+    count, ids = experts.count, ids.flatten()
+    k, partly = weights.shape[-1], 0 < count < size
+    # If all experts are local, rows without one are computed by the last expert: to leave them out,
+    # the host would have to read their number.
+    chosen, places = (ids if partly else ids.remainder(max(count, 1))).sort(stable=True)
     ranges = torch.arange(first, first + count + 1, device=ids.device)
     bounds = torch.searchsorted(chosen, ranges)
-    if 0 < count < size:  # rows of experts on other devices come before and after
+    if partly:  # rows of experts on other devices come before and after
         start, end = bounds[:: bounds.shape[0] - 1].tolist()
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
-    rows, inverse = gathered(x, places, ids.shape[-1], kernels)
+    rows, inverse = gathered(x, places, k, kernels)
     return added(experts(rows, ends), places, inverse, x, weights)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
+from autopar.operators.attention.sink_attention import sink_attention
 from autopar.operators.device_work import CHUNK
 from autopar.operators.dispatch import Hop, dispatched, takers
 from autopar.operators.forms import method
@@ -48,6 +50,7 @@ class ShardedOperators(ABC):
     mesh: Mesh
     coordinate: dict[str, int]
     seen: list[Tensor] | None = None  # if a list, mixtures append their numbers of tokens by expert
+    running: object | None = None  # identifies the call of a form while it runs
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
@@ -60,7 +63,7 @@ class ShardedOperators(ABC):
             run = None if name.startswith("_") else method(name)
             if run is None:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            return functools.partial(run, self)
+            return functools.partial(_identified, run, self)
 
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int
@@ -243,6 +246,10 @@ class ShardedOperators(ABC):
         result = float8_linear(x, weight, Scaling(self, by_row, *split))
         return result if bias is None else result + bias
 
+    def sink_attention(self, *operands: Any, **how: Any) -> Tensor:
+        """Returns attention with sinks, see `sink_attention.py`."""
+        return sink_attention(*operands, **how)
+
     def mixture(
         self,
         gate: Tensor | None,
@@ -264,7 +271,7 @@ class ShardedOperators(ABC):
         one hop, or in one hop for each inner tuple of axes; see `dispatch.py`.
         """
         if self.seen is not None:
-            self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
+            self.seen.append(torch.bincount(ids[ids >= 0], minlength=size or up.shape[0]))
         if axis:
             _refuse_capture(x)
         experts = Experts(gate, up, down, act, _three(*biases))
@@ -292,6 +299,16 @@ class ShardedOperators(ABC):
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
         return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
+
+
+def _identified(run: Callable[..., Any], mesh: ShardedOperators, *args: Any, **how: Any) -> Any:
+    """Returns the result of a form, during whose call `mesh.running` identifies the call."""
+    before = mesh.running
+    mesh.running = before or object()
+    try:
+        return run(mesh, *args, **how)
+    finally:
+        mesh.running = before
 
 
 def _refuse_capture(x: Tensor) -> None:

@@ -22,6 +22,7 @@ from autopar.passes.masks.attention_masks import (
     note_seen,
     simplify_masks,
 )
+from autopar.passes.masks.attention_sinks import find_sinks
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
@@ -47,6 +48,7 @@ NORMALISING: tuple[Pass, ...] = (
     lower_means,
     lower_batch_norms,
     lower_bags,
+    find_sinks,
     causal_masks,
     simplify_masks,
     group_heads,

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from autopar.operators.attention.sink_attention import SINK_ATTENTION
+from autopar.operators.sharded_operators import ShardedOperators
+
 aten = torch.ops.aten
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # The kernels of the operators in `autopar.ir.recompute.PRODUCTS`.
@@ -31,6 +34,7 @@ PRODUCTS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    SINK_ATTENTION,
 )
 
 
@@ -94,7 +98,7 @@ class _First(TorchDispatchMode):
         """Returns the operator's result, and keeps it if it is a product that is kept."""
         out = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            kept = tree_map(_detached, out) if self._results.keeps() else None
+            kept = tree_map(_own(), out) if self._results.keeps() else None
             self._results.of.setdefault(func, []).append(kept)
         return out
 
@@ -125,7 +129,22 @@ class _Again(TorchDispatchMode):
         number = self._count[func]
         self._count[func] += 1
         kept = self._results.of[func][number]
-        return func(*args, **(kwargs or {})) if kept is None else tree_map(_detached, kept)
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        return tree_map(_own(), kept)
+
+
+def _own() -> Callable[[Any], Any]:
+    """Returns a function from a result to one that the block does not change.
+
+    Functions with a backward of their own, which run without recording gradients, overwrite
+    results: forms of attention merge parts into that of the first kernel, and linears add biases.
+    """
+    return _detached if torch.is_grad_enabled() else _copied
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _detached(value: Any) -> Any:
@@ -137,16 +156,27 @@ def keep_products() -> Contexts:
     return _contexts(lambda: True)
 
 
-def keeping(*kept: bool) -> Callable[[], Contexts]:
+def keeping(*kept: bool, mesh: ShardedOperators | None = None) -> Callable[[], Contexts]:
     """Returns a function that creates contexts for a block whose `kept` products run only once.
 
     Args:
         *kept: for each product and attention of the block, in order.
+        mesh: the object whose methods run forms, each of which counts as one, although it may call
+            several kernels; None if the block has no forms.
     """
 
     def contexts() -> Contexts:
         left = iter(kept)
-        return _contexts(lambda: next(left))
+        last: tuple[object, bool] = None, False  # the last form that ran, and whether it is kept
+
+        def keeps() -> bool:
+            nonlocal last
+            running = None if mesh is None else mesh.running
+            if running is None or running is not last[0]:
+                last = running, next(left)
+            return last[1]
+
+        return _contexts(keeps)
 
     return contexts
 

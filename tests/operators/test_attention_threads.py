@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from autopar.intra_op.proofs.thread_ranks import ThreadDevice, on_all_devices
 from autopar.ir.mesh import Mesh
 from autopar.operators.attention.balanced_attention import shares
+from autopar.runtime.recompute import keep_products, keeping
 from tests.operators.test_attention_forms import SHAPES, Shape, draw, whole
 
 LATENT = Shape((4, 4), (19, 19), (6, 3), "causal")  # widths of keys and values as in MLA
@@ -202,6 +205,39 @@ def test_a_query_without_keys_weights_all_alike_under_the_lowest_number(form: st
         return [out.detach(), *torch.autograd.grad(out, inputs, given.narrow(-2, *run))]
 
     parts = on_all_devices(Mesh.parse("cpu: x=3"), on_one)
+    for place, known in enumerate(expected):
+        found = torch.cat([part[place] for part in parts], -2)
+        torch.testing.assert_close(found, known, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["ring", "zigzag", "gathered"])
+@pytest.mark.parametrize("kept", [(True, False), (False, True), ()])
+def test_a_form_counts_as_one_product_of_a_recomputed_block(
+    form: str, kept: tuple[bool, ...]
+) -> None:
+    """A ring calls one kernel in each turn, all of which are kept, or none; () keeps everything.
+
+    Parts are merged in place, which must not change what was kept.
+    """
+    tensors, _, given = draw(Shape((2, 2), (16, 16)))
+    query, key, value = (x.requires_grad_() for x in tensors)
+    weight = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    out = F.linear(F.scaled_dot_product_attention(query, key, value, is_causal=True), weight)
+    expected = [out.detach(), *torch.autograd.grad(out, [query, key, value], given)]
+
+    def on_one(rank: int, device: ThreadDevice) -> list[Tensor]:
+        run = device.group("x").own(16)
+        inputs = [x.detach().narrow(-2, *run).requires_grad_() for x in tensors]
+
+        def block(*operands: Tensor) -> Tensor:
+            attend = getattr(device, f"{form}_attention")
+            return F.linear(attend(*operands, axis="x", size=(16, 16), is_causal=True), weight)
+
+        context = keeping(*kept, mesh=device) if kept else keep_products
+        out = checkpoint(block, *inputs, use_reentrant=False, context_fn=context)
+        return [out.detach(), *torch.autograd.grad(out, inputs, given.narrow(-2, *run))]
+
+    parts = on_all_devices(Mesh.parse("cpu: x=4"), on_one)
     for place, known in enumerate(expected):
         found = torch.cat([part[place] for part in parts], -2)
         torch.testing.assert_close(found, known, rtol=1e-9, atol=1e-9)

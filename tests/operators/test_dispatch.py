@@ -29,6 +29,8 @@ LOADS: dict[str, Ids] = {
     "all to the last expert": lambda: torch.full((TOKENS, CHOICES), EXPERTS - 1),
     "all to the first": lambda: torch.zeros(TOKENS, CHOICES, dtype=torch.int64),
     "none to the second": lambda: _mixed().masked_fill(_mixed() == 1, 3),
+    "some to none": lambda: _mixed().masked_fill(_mixed() == 1, -1),
+    "all to none": lambda: torch.full((TOKENS, CHOICES), -1),
     "the first tokens to the last expert": lambda: _mixed().sort(0, descending=True).values,
 }
 # Axes that split the experts, hops of rows.
@@ -65,11 +67,13 @@ def one_by_one(given: Results) -> Results:
         parts = [
             scores[token, place] * (down[e] @ (torch.relu(gate[e] @ x[token]) * (up[e] @ x[token])))
             for place, e in enumerate(chosen)
+            if e >= 0
         ]
-        rows.append(torch.stack(parts).sum(0))
+        rows.append(sum(parts, 0 * (x[token] + scores[token].sum())))
     out = torch.stack(rows)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, wanted, cotangent)]
+    gradients = torch.autograd.grad(out, wanted, cotangent, materialize_grads=True)
+    return [out.detach(), *gradients]
 
 
 def layouts(axes: tuple[str, ...], hops: tuple[tuple[str, ...], ...]) -> tuple[Layout, Layout]:

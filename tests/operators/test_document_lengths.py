@@ -8,8 +8,10 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import OptionError
+from autopar.ir.graph import Node
 from autopar.ir.tensor import part_of
 from autopar.operators.attention.document_lengths import BLOCKS, DocumentLengths
+from autopar.operators.attention.sequence_forms import ATTENTION, ROWS, busiest_share
 from tests.training.test_context_parallel import packed
 
 SIZE = 96
@@ -70,6 +72,34 @@ def test_balanced_attention_reads_the_keys_between_the_first_and_the_last_that_a
         found = DocumentLengths.parse(sample).balanced(SIZE, rows, devices, causal)
         assert mean <= found * (1 + 1e-12)
         assert found <= 4 / 3 * most
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_contiguous_parts_read_what_is_seen_or_its_span(sample: str, causal: bool) -> None:
+    for rows, devices in ((1, 2), (2, 4)):
+        least = most = 0.0
+        for mask in masks(sample, rows, causal):
+            parts = [mask[:, start : start + size].any(0) for start, size in _parts(devices)]
+            least += max(float(part.double().mean()) for part in parts) / 8
+            spans = (part.any(0).nonzero() for part in parts)
+            most += max(int(span.max() - span.min() + 1) / SIZE for span in spans) / 8
+        found = DocumentLengths.parse(sample).contiguous(SIZE, rows, devices, causal)
+        assert least * (1 - 1e-12) <= found <= most * (1 + 1e-12), (sample, rows, devices)
+
+
+@pytest.mark.parametrize("window", [1, 30, 90, 300])
+@pytest.mark.parametrize("devices", [1, 2, 5])
+def test_the_busiest_device_of_a_window(window: int, devices: int) -> None:
+    """The share of visible pairs, and at most one block of queries more for each query."""
+    size = 300
+    at = torch.arange(size)
+    mask = (at[:, None] >= at) & (at[:, None] - at < window)
+    node = Node("y", ATTENTION, (), (("seen", float(mask.double().mean())),), ())
+    parts = [part_of(size, devices, number) for number in range(devices)]
+    busiest = max(float(mask[start : start + count].double().mean()) for start, count in parts)
+    found = busiest_share(node, size, devices)
+    assert 0.99 * busiest <= found <= busiest + (ROWS + 2) / size
 
 
 def _parts(count: int) -> list[tuple[int, int]]:

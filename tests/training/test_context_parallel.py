@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GptOssConfig, GptOssForCausalLM
 
 import autopar
 from tests.support.parity import Batch, Run, make, optimizer, train_plainly
@@ -142,3 +143,49 @@ def test_training_is_that_of_one_device(mesh: str, count: int, quick: bool) -> N
             assert run.error(whole) <= 1e-9, form
         for form, run in zip(packs, rank[len(runs) :], strict=True):
             assert run.error(alone) <= 1e-9, f"packed, {form}"
+
+
+def gpt_oss(experts: str) -> tuple[torch.nn.Module, Batch]:
+    """Attention with sinks: a layer with a sliding window, and one with a causal mask.
+
+    Only transformers' "eager" experts compute in float64, and only "grouped_mm" ones are traced.
+    """
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=32,
+        sliding_window=5,
+        experts_implementation=experts,
+    )
+    ids = torch.randint(32, (2, 16))
+    return GptOssForCausalLM(config).double(), {"input_ids": ids, "labels": ids}
+
+
+def trained_with_sinks(mesh: str, forms: tuple[str, ...]) -> list[Run]:
+    return [train(mesh, form, *gpt_oss("grouped_mm")) for form in forms]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "forms"),
+    [
+        (LINE, ("gathered", "ring", "ulysses")),
+        (LINE.replace("cp=2", "cp=4"), ("ring", "gathered")),
+        (GRID, ("ulysses ring",)),
+    ],
+)
+def test_sinks(mesh: str, forms: tuple[str, ...]) -> None:
+    whole = plainly(*gpt_oss("eager"))
+    count = 2 if "cp=2" in mesh else 4
+    for rank in run_ranks(trained_with_sinks, mesh, forms, count=count):
+        for form, run in zip(forms, rank, strict=True):
+            method = form.replace(" ", "_")
+            assert run.source.count(f"mesh.sink_{method}_attention(") == 2, form
+            assert run.error(whole) <= 1e-9, form

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from autopar.intra_op.pins.dims import Dims
 from autopar.intra_op.pins.roles import Roles
 from autopar.ir.graph import Graph, Node
+from autopar.operators.attention.sequence_forms import KINDS
 
 _LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
 Claim = tuple[str, int | None]
@@ -83,7 +84,7 @@ def _all(name: str, classes: Iterable[int | None]) -> Iterator[Claim]:
 
 def _of_attention(dims: Dims, node: Node) -> Iterator[Claim]:
     """Returns the dimensions of heads, which queries and keys have if one dimension leads each."""
-    if node.op == "aten.scaled_dot_product_attention":
+    if node.op in KINDS:
         query, key, value = (dims.outer(name) for name in node.inputs[:3])
         for outer in (query, key):
             yield "heads", outer[-3] if len(outer) > 2 else None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from autopar.intra_op.rule import argument, broadcast, rule
-from autopar.ir.graph import Node
+from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
+from autopar.operators.attention.sequence_forms import SINKS
 
 
 def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -27,8 +28,9 @@ def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
     grouped = 1 < max(others) < heads
     query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else []), s]
     key = [*lead, *(["g"] if rank > 2 else []), "t!"]
-    terms = [[*query, "d!"], [*key, "d!"], [*key, "e!"], [*query, "t!"]]
-    operands = ", ".join(map(broadcast, terms, types))
+    masked = isinstance(argument(node, 3, "attn_mask"), Ref)
+    terms = [[*query, "d!"], [*key, "d!"], [*key, "e!"], *([[*query, "t!"]] if masked else [])]
+    operands = ", ".join(map(broadcast, [*terms, query[-2:-1]], types))
     return f"{operands} -> {' '.join([*query, 'e!'])}"
 
 
@@ -53,6 +55,16 @@ RULES = (
             "f64[4, 3, 2], f64[2, 4, 6, 2], f64[2, 4, 6, 2]",
             "f64[1, 12, 4, 2], f64[1, 6, 4, 2], f64[1, 6, 4, 2], enable_gqa=True",
             "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], None, 0.5",
+        ),
+    ),
+    rule(
+        SINKS,
+        _attention,
+        flops=_flops,
+        examples=(
+            "f64[2, 4, 6, 3], f64[2, 2, 8, 3], f64[2, 2, 8, 3], bool[1, 1, 6, 8], "
+            "enable_gqa=True, sinks=f64[4]",
+            "f64[1, 2, 4, 3], f64[1, 2, 4, 3], f64[1, 2, 4, 2], is_causal=True, sinks=f64[2]",
         ),
     ),
 )

@@ -29,6 +29,7 @@ from autopar.ir.executed.library_kernels import CONVOLUTIONS, MULTIPLIED, SORTS,
 from autopar.ir.graph import EXTEND, PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
+from autopar.operators.attention.sequence_forms import ATTENTION, SINKS, busiest_share
 from autopar.operators.device_work import CHUNK
 from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
@@ -84,6 +85,8 @@ def _by_itself(local: Local) -> NodeWork:
     node, signature = local.node, local.signature
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
+    if node.op == SINKS:
+        return _attention(local)
     if node.op == EXTEND:
         return NodeWork((local.work(0.0, 2 * local.operands[-1].nbytes),))
     if node.alias is not None or (node.op.startswith("autopar.") and node.op != WRITE):
@@ -184,18 +187,20 @@ def _attention(local: Local) -> NodeWork:
     keys = key[-2]
     if argument(local.node, 5, "is_causal") is True:
         keys = (keys + 1) // 2
+    elif local.node.op == SINKS:  # it computes only blocks in which a query sees a key
+        keys = math.ceil(keys * busiest_share(local.node, keys, 1))
     batch = math.prod(local.results[0].shape[:-2])
     d, e = query[-1], value[-1]
     gemm = Gemm(batch, query[-2], keys, d + e)
     forward = local.work(gemm.flops, local.read + local.written, gemm)
+    forward = replace(forward, op=ATTENTION)  # sinks cost no more
     if not local.node.requires_grad:
         return NodeWork((forward,))
     back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
     moved = 2 * (local.read + local.written)  # each tensor and its gradient
     backward = local.gradient(back.flops, moved, back)
-    if local.node.part.ordered:
-        backward = replace(backward, op=ORDERED)
-    return NodeWork((forward,), (backward,))
+    name = ORDERED if local.node.part.ordered else f"{ATTENTION} backward"
+    return NodeWork((forward,), (replace(backward, op=name),))
 
 
 def _kernel(local: Local, name: str) -> NodeWork:

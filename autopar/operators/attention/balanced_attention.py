@@ -1,28 +1,32 @@
 """Attention under a mask, with devices balanced by pairs of queries and keys, not by queries.
 
 If documents are packed into a row, some queries attend to many keys and others to few. The queries
-are cut into blocks, and each block attends to one range of keys. The blocks are distributed by
-their work: the largest block first, to the device with the least work so far. The results return to
+are cut into blocks, which are distributed by the work of the range of keys that each reads: the
+largest block first, to the device with the least work so far. The results return to
 the devices of the queries. The call that distributes queries also sends keys and values to all
 devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.operators.attention.document_lengths import dealt as dealt_blocks
+from autopar.operators.attention.mask_blocks import visible
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
 )
-from autopar.operators.attention.sequences import Order, Parcel, Run, contiguous, dealt
+from autopar.operators.attention.ring_attention import Ring
+from autopar.operators.attention.sequences import Order, Parcel, Run, dealt, length
+from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
 from autopar.operators.peer_devices import Peers
 
 
@@ -51,8 +55,8 @@ def balanced_attention(
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Tensor,
     how: Attention,
-    peers: Peers,
-    size: tuple[int, int],
+    ring: Ring,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of this device's queries over the keys of all devices.
 
@@ -60,11 +64,11 @@ def balanced_attention(
         tensors: queries, keys and values, [..., heads, positions, width].
         mask: whether this device's queries attend to each key, [..., queries, keys].
         how: options of attention.
-        peers: the devices.
-        size: number of queries and of keys of all devices.
+        ring: the devices, with contiguous positions.
+        sinks: one logit per head of the queries; None for none.
     """
     out: Tensor = _BalancedAttention.apply(  # type: ignore[no-untyped-call]
-        *tensors, mask, how, peers, size
+        *tensors, mask, how, ring, sinks
     )
     return out
 
@@ -78,14 +82,15 @@ class _BalancedAttention(torch.autograd.Function):
         value: Tensor,
         mask: Tensor,
         how: Attention,
-        peers: Peers,
-        size: tuple[int, int],
+        ring: Ring,
+        sinks: Tensor | None,
     ) -> Tensor:
-        rows, columns = contiguous(peers, size[0]), contiguous(peers, size[1])
-        spans = _spans(mask, peers, size[0])
-        order = shares(spans, peers.size)
-        every: Order = [((0, size[1]),)] * peers.size
-        query, keys, values, mask = dealt(
+        peers, rows, columns = ring.peers, ring.queries, ring.keys
+        keys = sum(map(length, columns))
+        own_parts = key, value
+        order = shares(_spans(mask, peers, sum(map(length, rows))), peers.size)
+        every: Order = [((0, keys),)] * peers.size
+        query, key, value, mask = dealt(
             [
                 Parcel(query, rows, order),
                 Parcel(key, columns, every),
@@ -94,62 +99,45 @@ class _BalancedAttention(torch.autograd.Function):
             ],
             peers,
         )()
-        out, lse = Result(query, keys, values, how).total()
-        blocks = [(at, run[1], span(spans, run)) for at, run in _places(order[peers.index])]
-        for at, count, (low, high) in blocks:
-            if low < high:
-                part = query.narrow(-2, at, count), keys[..., low:high, :], values[..., low:high, :]
-                cut = mask.narrow(-2, at, count)[..., low:high]
-                found = partial_attention(*part, cut, how, 0)
-                for total, new in zip((out, lse), found, strict=True):
-                    total.narrow(-2, at, count).copy_(new)
+        parts, blocks = Result(query, key, value, how), visible(mask, query.shape[-2], keys)
+        for block in blocks:
+            part = block.of(query, key, value)
+            own = replace(how, causal=block.kind == "causal")
+            parts.add(block.rows, *partial_attention(*part, block.cut(mask), own, 0))
+        out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, lse)
-        ctx.how, ctx.peers, ctx.blocks, ctx.orders = (
-            how,
-            peers,
-            blocks,
-            (rows, columns, order, every),
-        )
+        ctx.save_for_backward(query, *own_parts, mask, result, lse, sinks)
+        ctx.how, ctx.ring, ctx.blocks, ctx.orders = how, ring, blocks, (order, every)
         return dealt([Parcel(result, order, rows)], peers)()[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        rows, columns, order, every = ctx.orders
+        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
+        (order, every), peers = ctx.orders, ctx.ring.peers
+        rows, columns = ctx.ring.queries, ctx.ring.keys
         given, keys, values = dealt(
             [
                 Parcel(gradients[0], rows, order),
                 Parcel(key, columns, every),
                 Parcel(value, columns, every),
             ],
-            ctx.peers,
+            peers,
         )()
         sums = [GradientSum(x) for x in (query, keys, values)]
-        for at, count, (low, high) in ctx.blocks:
-            if low < high:
-                part = query.narrow(-2, at, count), keys[..., low:high, :], values[..., low:high, :]
-                cut = mask.narrow(-2, at, count)[..., low:high]
-                near = [x.narrow(-2, at, count) for x in (lse, given, out)]
-                found = partial_gradients(part, cut, ctx.how, 0, near)
-                sums[0].add((at, count), found.query)
-                sums[1].add((low, high - low), found.key)
-                sums[2].add((low, high - low), found.value)
+        for block in ctx.blocks:
+            part = block.of(query, keys, values)
+            near = [x.narrow(-2, *block.rows) for x in (lse, given, out)]
+            own = replace(ctx.how, causal=block.kind == "causal")
+            found = partial_gradients(part, block.cut(mask), own, 0, near)
+            sums[0].add(block.rows, found.query)
+            sums[1].add(block.columns, found.key)
+            sums[2].add(block.columns, found.value)
         home = [Parcel(sums[0].total().to(query.dtype), order, rows)]
         home += [Parcel(total.total(), every, columns) for total in sums[1:]]
-        into, into_key, into_value = dealt(home, ctx.peers)()
-        return (
-            into, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None, None,
-        )  # fmt: skip
-
-
-def _places(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
-    """Yields the local start of each of a device's runs, with the run."""
-    at = 0
-    for run in runs:
-        yield at, run
-        at += run[1]
+        into, into_key, into_value = dealt(home, peers)()
+        owed = sink_gradients(sinks, lse, given, out)
+        return into, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None, owed
 
 
 def _spans(mask: Tensor, peers: Peers, size: int) -> list[Run]:

@@ -21,7 +21,7 @@ from autopar.errors import OptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import part_of
-from autopar.operators.attention.sequence_forms import ATTENTION, SEEN, seen
+from autopar.operators.attention.sequence_forms import KINDS, ROWS, SEEN, seen
 from autopar.operators.form import Part
 
 DOCUMENTS = "documents"  # a keyword of attention, for prices only
@@ -71,6 +71,13 @@ class DocumentLengths:
         """
         return _balanced(self, size, rows, devices, causal)
 
+    def contiguous(self, size: int, rows: int, devices: int, causal: bool) -> float:
+        """Returns the mean share of all keys that a query of the busiest device attends to.
+
+        The devices have contiguous parts. The arguments are those of `balanced`.
+        """
+        return _contiguous(self, size, rows, devices, causal)
+
     def turns(self, size: int, rows: int, devices: int, causal: bool) -> float:
         """Returns the mean number of turns of a ring in which a device attends to a key.
 
@@ -90,6 +97,24 @@ def _balanced(lengths: DocumentLengths, size: int, rows: int, devices: int, caus
 
         given = dealt(size, work, devices)
         total += max(sum(map(work, own)) for own in given) * devices / size**2
+    return total / _BATCHES
+
+
+@functools.cache
+def _contiguous(
+    lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool
+) -> float:
+    total = 0.0
+    for starts in _batches(lengths, size, rows):
+        loads = []
+        for first, count in (part_of(size, devices, at) for at in range(devices)):
+            work = 0.0
+            for at in range(first, first + count, ROWS):
+                run = at, min(ROWS, first + count - at)
+                low, high = _span(starts, run, size, causal)
+                work += run[1] * (high - low - causal * (run[1] - 1) / 2)
+            loads.append(work / count if count else 0.0)
+        total += max(loads) / size
     return total / _BATCHES
 
 
@@ -179,7 +204,7 @@ def with_documents(graph: Graph, lengths: DocumentLengths) -> Graph:
     for node in graph.nodes:
         if node.op == "input" or given & set(node.inputs):
             given.add(node.name)
-        mask = argument(node, 3, "attn_mask") if node.op == ATTENTION else None
+        mask = argument(node, 3, "attn_mask") if node.op in KINDS else None
         if isinstance(mask, Ref) and mask.name in given:
             kind, keys = graph[mask.name].type, graph[node.inputs[1]].type.shape[-2]
             if kind.dtype == "bool" and kind.shape[-2:] == (keys, keys):

@@ -20,10 +20,17 @@ from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import Attention, settled
 from autopar.operators.attention.ring_attention import Ring, RingStep
 from autopar.operators.attention.sequences import Run, length
+from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
 
 
 def gathered_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention, ring: Ring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    how: Attention,
+    ring: Ring,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of this device's queries over the keys of all devices.
 
@@ -33,9 +40,10 @@ def gathered_attention(
         mask: mask of this device's queries and all keys, broadcast; None for none.
         how: options of attention.
         ring: the devices, with contiguous positions.
+        sinks: one logit per head of the queries; None for none.
     """
     out: Tensor = _GatheredAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, mask, how, ring
+        query, key, value, mask, how, ring, sinks
     )
     return out
 
@@ -50,20 +58,21 @@ class _GatheredAttention(torch.autograd.Function):
         mask: Tensor | None,
         how: Attention,
         ring: Ring,
+        sinks: Tensor | None,
     ) -> Tensor:
-        parts, mask = Result(query, key, value, how), settled(mask)
+        parts, mask = Result(query, key, value, how), mask if sinks is not None else settled(mask)
         for turn, _ in _Rows(key, value, ring).turns(query, mask, how):
             turn.attend(parts)
-        out, lse = parts.total()
+        out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, lse)
+        ctx.save_for_backward(query, key, value, mask, result, lse, sinks)
         ctx.how, ctx.ring = how, ring
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
+        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
         rows = _Rows(key, value, ring)
         additive = ctx.needs_input_grad[3]
@@ -86,6 +95,7 @@ class _GatheredAttention(torch.autograd.Function):
             None if into_mask is None else into_mask.to(mask.dtype),
             None,
             None,
+            sink_gradients(sinks, lse, gradients[0], out),
         )
 
 

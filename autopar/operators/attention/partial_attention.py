@@ -77,9 +77,8 @@ def partial_attention(
         has lse -inf and result 0.
     """
     keys, values = how.repeated(key, query), how.repeated(value, query)
-    cut = ahead if how.causal else None
-    if mask is None and fuses(query, keys, values, cut):
-        out, lse = fused(query, keys, values, how.causal, how.factor(query))
+    if fuses(query, keys, values, ahead if how.causal else None, mask):
+        out, lse = fused(query, keys, values, how.causal, how.factor(query), mask)
         return widened(out), lse
     scores = _scores(query, keys, mask, how, ahead)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -161,8 +160,9 @@ def partial_gradients(
     lse, given, out = after
     keys, values = how.repeated(key, query), how.repeated(value, query)
     factor = how.factor(query)
-    if mask is None and fuses(query, keys, values, ahead if how.causal else None):
-        found = fused_gradients((query, keys, values), given, (out, lse), how.causal, factor)
+    if fuses(query, keys, values, ahead if how.causal else None, mask):
+        after = given, out, _finite(lse)
+        found = fused_gradients((query, keys, values), after, how.causal, factor, mask)
         into, into_key, into_value = map(widened, found)
         return Gradients(into, how.summed(into_key, key), how.summed(into_value, value), None)
     keys, values, given = widened(keys), widened(values), widened(given)

@@ -11,13 +11,15 @@ the second device and returns from the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.operators.attention.block_pairs import BlockPair, joined
+from autopar.operators.attention.mask_blocks import visible
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,
@@ -26,6 +28,7 @@ from autopar.operators.attention.partial_attention import (
     settled,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
+from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
 from autopar.operators.peer_devices import Peers, flattened
 
 
@@ -116,47 +119,17 @@ class Ring:
                     found.append(BlockPair((at, count), (to, size), ahead if cut else None, start))
                 to += size
             at += count
-        return _joined(found)
-
-
-@dataclass(frozen=True)
-class BlockPair:
-    """A range of queries and a range of keys of a turn.
-
-    Attributes:
-        rows, columns: start and length among the queries and among the keys.
-        ahead: the distance from the first key to the first query if a causal mask hides some of the
-            pairs, else None.
-        start: position of the first key; if the keys form several runs, of the first run.
-    """
-
-    rows: Run
-    columns: Run
-    ahead: int | None
-    start: int
-
-
-def _joined(meetings: Sequence[BlockPair]) -> list[BlockPair]:
-    """Merges adjacent pairs with the same queries or the same keys, if no mask cuts them."""
-    joined: list[BlockPair] = []
-    for new in meetings:
-        for place, old in enumerate(joined):
-            if old.ahead is not None or new.ahead is not None:
-                continue
-            if old.rows == new.rows and sum(old.columns) == new.columns[0]:
-                columns = old.columns[0], old.columns[1] + new.columns[1]
-                joined[place] = replace(old, columns=columns)
-                break
-            if old.columns == new.columns and sum(old.rows) == new.rows[0]:
-                joined[place] = replace(old, rows=(old.rows[0], old.rows[1] + new.rows[1]))
-                break
-        else:
-            joined.append(new)
-    return joined
+        return joined(found)
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention, ring: Ring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    how: Attention,
+    ring: Ring,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of this device's queries over the keys of all devices.
 
@@ -166,9 +139,10 @@ def ring_attention(
         mask: mask of this device's queries and all keys, broadcast; None for none.
         how: options of attention.
         ring: the devices.
+        sinks: one logit per head of the queries; None for none.
     """
     out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, mask, how, ring
+        query, key, value, mask, how, ring, sinks
     )
     return out
 
@@ -183,20 +157,21 @@ class _RingAttention(torch.autograd.Function):
         mask: Tensor | None,
         how: Attention,
         ring: Ring,
+        sinks: Tensor | None,
     ) -> Tensor:
-        parts, mask = Result(query, key, value, how), settled(mask)
+        parts, mask = Result(query, key, value, how), mask if sinks is not None else settled(mask)
         for turn, keys, values in _blocks(key, value, ring, how.causal):
             RingStep(query, keys, values, mask, how, ring, turn).attend(parts)
-        out, lse = parts.total()
+        out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, lse)
+        ctx.save_for_backward(query, key, value, mask, result, lse, sinks)
         ctx.how, ctx.ring = how, ring
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
+        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
         how, ring = ctx.how, ctx.ring
         into, additive = GradientSum(query), ctx.needs_input_grad[3]
         into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
@@ -209,7 +184,8 @@ class _RingAttention(torch.autograd.Function):
         masks = None if into_mask is None else into_mask.to(mask.dtype)
         whole = into.total(), *sums.total()
         dtypes = query.dtype, key.dtype, value.dtype
-        return *(x.to(dtype) for x, dtype in zip(whole, dtypes, strict=True)), masks, None, None
+        own = (x.to(dtype) for x, dtype in zip(whole, dtypes, strict=True))
+        return *own, masks, None, None, sink_gradients(sinks, lse, gradients[0], out)
 
 
 @dataclass(frozen=True)
@@ -269,8 +245,11 @@ class RingStep:
         """Yields the pairs of ranges that the mask does not hide, and their part of the mask."""
         for meeting in self.ring.meetings(self.number, self.how.causal):
             cut = _cut(self.mask, meeting.rows, (meeting.start, meeting.columns[1]))
-            if cut is None or cut.dtype != torch.bool or bool(cut.any()):
+            if cut is None or cut.dtype != torch.bool:
                 yield meeting, cut
+                continue
+            for block in visible(cut, meeting.rows[1], meeting.columns[1]):
+                yield meeting.within(block), block.cut(cut)
 
     def _part(self, rows: Run, columns: Run) -> tuple[Tensor, Tensor, Tensor]:
         return (

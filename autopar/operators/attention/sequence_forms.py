@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES
 from autopar.operators.device_work import Gemm, NodeWork, Work
-from autopar.operators.form import Kwargs, Layouts, Part, Types
+from autopar.operators.form import Form, Kwargs, Layouts, Part, Types
 
 ATTENTION = "aten.scaled_dot_product_attention"
+SINKS = "autopar.sink_attention"  # with one more logit per head, the keyword `sinks`
+KINDS = (ATTENTION, SINKS)
+ROWS = 128  # queries that are computed at once under a mask of documents or windows
 SEEN = "seen"  # keyword of attention for prices: the share of keys not masked
 
 
@@ -71,6 +74,22 @@ def seen(node: Node) -> float:
     return share if isinstance(share, float) else 1.0
 
 
+def busiest_share(node: Node, keys: int, devices: int) -> float:
+    """Returns the share of keys that a query of the busiest of devices attends to.
+
+    The devices have contiguous parts of the queries. A mask that leaves the average query a share s
+    of the keys is taken to leave each query the last f of the keys up to its own position, where
+    s = f - f^2 / 2: all of them under a causal mask, and fewer under a window.
+    """
+    share = 0.5 if is_causal(node) else seen(node)
+    if share > (keys + 1) / (2 * keys):
+        return 1.0
+    reach, before = 1 - math.sqrt(max(1 - 2 * share, 0.0)), 1 - 1 / devices
+    if reach <= before:
+        return min(1.0, reach + ROWS / keys)
+    return ((reach**2 - before**2) / 2 + reach * (1 - reach)) * devices
+
+
 def mask_of(node: Node) -> Arg:
     """Returns the mask of attention, None for none."""
     return argument(node, 3, "attn_mask")
@@ -94,7 +113,8 @@ def specified(mask: tuple[str, str] = ("s", "u!"), least: int = 1) -> Callable[[
         query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else [])]
         key = [*lead, *(["g"] if rank > 2 else []), "t=s"]
         terms = [
-            [*query, f"s~{least}", "d!"], [*key, "d!"], [*key, "e!"], [*query, *mask],
+            [*query, f"s~{least}", "d!"], [*key, "d!"], [*key, "e!"],
+            *([[*query, *mask]] if isinstance(mask_of(node), Ref) else []), query[-1:],
         ]  # fmt: skip
         operands = ", ".join(
             " ".join(
@@ -123,9 +143,19 @@ def written(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...
     for name in ("scale", "enable_gqa"):
         given = node.keyword(name)
         kwargs += ((name, given),) if given not in (None, False) else ()
+    sinks = node.keyword("sinks")
+    kwargs += (("sinks", sinks),) if sinks is not None else ()
     axes = operands[0].dims[-2]
     kwargs += (("axis", axes[0] if len(axes) == 1 else axes),)
     return args, (*kwargs, ("size", (types[0].shape[-2], types[1].shape[-2])))
+
+
+def with_sinks(form: Form) -> tuple[Form, Form]:
+    """Returns a form of attention, and that of attention with sinks, which costs no more.
+
+    Its proof needs only the examples of the rule.
+    """
+    return form, replace(form, op=SINKS, method=f"sink_{form.method}", examples=())
 
 
 def collective(kind: str, axes: tuple[str, ...], nbytes: float) -> Collective:

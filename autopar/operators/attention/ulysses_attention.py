@@ -27,6 +27,7 @@ def ulysses_attention(
     peers: Peers,
     ring: Ring | None,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of this device's queries over the keys of all devices.
 
@@ -38,12 +39,14 @@ def ulysses_attention(
         peers: the devices that exchange sequences for heads.
         ring: the devices over which the sequence remains split; None for none.
         size: number of queries and of keys of all `peers` together.
+        sinks: one logit per head of the queries; None for none.
     """
     import torch.nn.functional as F
 
     from autopar.operators.attention.heads import Heads, to_heads, to_rows
     from autopar.operators.attention.partial_attention import Attention
     from autopar.operators.attention.ring_attention import ring_attention
+    from autopar.operators.attention.sink_attention import sink_attention
 
     query, key, value = tensors
     count = query.shape[-3]
@@ -59,13 +62,17 @@ def ulysses_attention(
     )
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         mask = mask.narrow(-3, first, own)
-    if ring is None:
+    sinks = None if sinks is None else sinks.narrow(0, first, own)
+    if ring is not None:
+        out = ring_attention(query, key, value, mask, Attention(how.scale, how.causal), ring, sinks)
+    elif sinks is not None:
+        out = sink_attention(
+            query, key, value, mask, sinks=sinks, is_causal=how.causal, scale=how.scale
+        )
+    else:
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=how.causal, scale=how.scale
         )
-    else:
-        plain = Attention(how.scale, how.causal)
-        out = ring_attention(query, key, value, mask, plain, ring)
     return to_rows(out, heads[0], peers)
 
 

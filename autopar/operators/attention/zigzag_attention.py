@@ -27,11 +27,18 @@ from autopar.operators.attention.sequences import (
     turned,
     zigzag,
 )
+from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
 from autopar.operators.peer_devices import Peers, widened
 
 
 def zigzag_attention(
-    query: Tensor, key: Tensor, value: Tensor, how: Attention, peers: Peers, size: tuple[int, int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    how: Attention,
+    peers: Peers,
+    size: tuple[int, int],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns causal attention of this device's queries over the keys of all devices.
 
@@ -41,9 +48,10 @@ def zigzag_attention(
         how: options of attention.
         peers: the devices.
         size: number of queries and of keys of all devices.
+        sinks: one logit per head of the queries; None for none.
     """
     out: Tensor = _ZigzagAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, how, peers, size
+        query, key, value, how, peers, size, sinks
     )
     return out
 
@@ -58,6 +66,7 @@ class _ZigzagAttention(torch.autograd.Function):
         how: Attention,
         peers: Peers,
         size: tuple[int, int],
+        sinks: Tensor | None,
     ) -> Tensor:
         ring = Ring(peers, zigzag(peers, size[0]), zigzag(peers, size[1]))
         rows, columns = contiguous(peers, size[0]), contiguous(peers, size[1])
@@ -73,16 +82,16 @@ class _ZigzagAttention(torch.autograd.Function):
             for turn, keys, values in zip(turns, arrived[::2], arrived[1::2], strict=True):
                 RingStep(query, keys, values, None, how, ring, turn).attend(parts)
             arrived = wait()
-        out, lse = parts.total()
+        out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.save_for_backward(query, key, value, result, lse, sinks)
         ctx.how, ctx.ring, ctx.size = how, ring, size
         return dealt([Parcel(result, ring.queries, rows)], peers)()[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
         peers = ring.peers
         rows, columns = contiguous(peers, ctx.size[0]), contiguous(peers, ctx.size[1])
@@ -115,7 +124,8 @@ class _ZigzagAttention(torch.autograd.Function):
         query_home = Parcel(into.total().to(query.dtype), ring.queries, rows)
         (own,) = dealt([query_home, *ready], peers)()
         into_key, into_value = (total.total() for total in home)
-        return own, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None
+        owed = sink_gradients(sinks, lse, given, out)
+        return own, into_key.to(key.dtype), into_value.to(value.dtype), None, None, None, owed
 
 
 def _next(

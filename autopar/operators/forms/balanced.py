@@ -27,6 +27,7 @@ from autopar.operators.attention.sequence_forms import (
     seen,
     specified,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.device_work import NodeWork
@@ -47,14 +48,16 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split, with equal work on each device."""
     from autopar.operators.attention.balanced_attention import balanced_attention
     from autopar.operators.attention.partial_attention import Attention
+    from autopar.operators.attention.ring_attention import Ring
 
-    tensors = query, key, value
-    return balanced_attention(tensors, mask, Attention.of(**how), mesh.group(axis), size)
+    ring = Ring.of_parts(mesh.group(axis), size)
+    return balanced_attention((query, key, value), mask, Attention.of(**how), ring, sinks)
 
 
 def _fits(part: Part) -> bool:
@@ -96,20 +99,22 @@ def _scratch(part: Part) -> tuple[float, float]:
 
 
 NEEDS = "a bool mask of all queries and keys, a sequence of both that is split, and no dropout"
-FORM = Form(
-    "balanced",
-    ATTENTION,
-    specified(),
-    _fits,
-    NEEDS,
-    "balanced_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
-    examples=(
-        "f64[1, 2, 9, 3], f64[1, 2, 9, 3], f64[1, 2, 9, 2], bool[9, 9]",
-        "f64[2, 4, 6, 2], f64[2, 2, 9, 2], f64[2, 2, 9, 2], bool[2, 1, 6, 9], enable_gqa=True",
-    ),
+FORMS = with_sinks(
+    Form(
+        "balanced",
+        ATTENTION,
+        specified(),
+        _fits,
+        NEEDS,
+        "balanced_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+        examples=(
+            "f64[1, 2, 9, 3], f64[1, 2, 9, 3], f64[1, 2, 9, 2], bool[9, 9]",
+            "f64[2, 4, 6, 2], f64[2, 2, 9, 2], f64[2, 2, 9, 2], bool[2, 1, 6, 9], enable_gqa=True",
+        ),
+    )
 )

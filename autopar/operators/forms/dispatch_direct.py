@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.ir.graph import Arg, Node
 from autopar.operators.dispatch import dispatch_messages
-from autopar.operators.expert_load import LOAD
+from autopar.operators.expert_load import PRICED
 from autopar.operators.form import Calls, Form, Kwargs, Layouts, Part, Types
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes, factors
 
@@ -26,7 +26,7 @@ def _run(mesh: Any, *operands: Any, **how: Any) -> Tensor:
 
 def _write(node: Node, types: Types, operands: Layouts) -> tuple[tuple[Arg, ...], Kwargs]:
     up = by_name(node, range(len(types)))["up"]
-    kept = tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+    kept = tuple(pair for pair in node.kwargs if pair[0] not in PRICED)
     axes = operands[up].dims[0]
     own: Kwargs = (
         ("axis", axes), ("size", types[up].shape[0]), ("over", dispatch_axes(node, operands)),

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autopar.operators.attention.document_lengths import lengths_of, rows_of, sees_later_keys
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
+    busiest_share,
     collective,
     gradient_bytes,
-    is_causal,
     kernels,
     scores_bytes,
     specified,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.device_work import NodeWork
@@ -37,6 +39,7 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: all keys and values are gathered at once."""
@@ -46,7 +49,7 @@ def _run(
 
     peers = mesh.group(axis)
     ring = Ring.of_parts(peers, size)
-    return gathered_attention(query, key, value, mask, Attention.of(**how), ring)
+    return gathered_attention(query, key, value, mask, Attention.of(**how), ring, sinks)
 
 
 def _sends(part: Part) -> Calls:
@@ -57,9 +60,13 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of the last device, which attends to nearly all keys if causal."""
-    count = part.ways(split(part))
-    return kernels(part, (count - 0.5) / count if is_causal(part.node) else 1.0)
+    """Returns the work of the busiest device; the last one attends to nearly all keys if causal."""
+    count, keys, lengths = part.ways(split(part)), Sizes.of(part).every, lengths_of(part.node)
+    share = busiest_share(part.node, keys, count)
+    if lengths.sample:
+        causal = not sees_later_keys(part.node, keys)
+        share = min(share, lengths.contiguous(keys, rows_of(part), count, causal))
+    return kernels(part, share)
 
 
 def _scratch(part: Part) -> tuple[float, float]:
@@ -72,16 +79,18 @@ def _scratch(part: Part) -> tuple[float, float]:
 
 
 NEEDS = "a sequence of queries and keys that is split, and no dropout"
-FORM = Form(
-    "gathered",
-    ATTENTION,
-    specified(),
-    lambda part: bool(split(part)),
-    NEEDS,
-    "gathered_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
+FORMS = with_sinks(
+    Form(
+        "gathered",
+        ATTENTION,
+        specified(),
+        lambda part: bool(split(part)),
+        NEEDS,
+        "gathered_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+    )
 )

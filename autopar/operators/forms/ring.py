@@ -15,6 +15,7 @@ from autopar.operators.attention.sequence_forms import (
     scores_bytes,
     specified,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.device_work import NodeWork
@@ -35,6 +36,7 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: n - 1 hops of keys and values around a ring."""
@@ -43,7 +45,7 @@ def _run(
 
     peers = mesh.group(axis)
     ring = Ring.of_parts(peers, size)
-    return ring_attention(query, key, value, mask, Attention.of(**how), ring)
+    return ring_attention(query, key, value, mask, Attention.of(**how), ring, sinks)
 
 
 def _turns(part: Part) -> int:
@@ -83,23 +85,25 @@ def _scratch(part: Part) -> tuple[float, float]:
 
 
 NEEDS = "a sequence of queries and keys that is split, and no dropout"
-FORM = Form(
-    "ring",
-    ATTENTION,
-    specified(),
-    lambda part: bool(split(part)),
-    NEEDS,
-    "ring_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
-    _turns,
-    examples=(
-        "f64[1, 2, 7, 3], f64[1, 2, 7, 3], f64[1, 2, 7, 2], None, 0.0, True",
-        "f64[1, 2, 8, 2], f64[1, 1, 8, 2], f64[1, 1, 8, 3], f64[8, 8]",
-        "f64[1, 4, 6, 2], f64[1, 2, 9, 2], f64[1, 2, 9, 2], bool[1, 1, 6, 9], enable_gqa=True",
-        "f64[6, 2], f64[8, 2], f64[8, 3], None, 0.0, True",
-    ),
+FORMS = with_sinks(
+    Form(
+        "ring",
+        ATTENTION,
+        specified(),
+        lambda part: bool(split(part)),
+        NEEDS,
+        "ring_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+        _turns,
+        examples=(
+            "f64[1, 2, 7, 3], f64[1, 2, 7, 3], f64[1, 2, 7, 2], None, 0.0, True",
+            "f64[1, 2, 8, 2], f64[1, 1, 8, 2], f64[1, 1, 8, 3], f64[8, 8]",
+            "f64[1, 4, 6, 2], f64[1, 2, 9, 2], f64[1, 2, 9, 2], bool[1, 1, 6, 9], enable_gqa=True",
+            "f64[6, 2], f64[8, 2], f64[8, 3], None, 0.0, True",
+        ),
+    )
 )

@@ -20,6 +20,7 @@ from autopar.operators.attention.sequence_forms import (
     scores_bytes,
     specified,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.device_work import NodeWork
@@ -39,13 +40,15 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Computes causal attention whose sequence is split, with equal work on each device."""
     from autopar.operators.attention.partial_attention import Attention
     from autopar.operators.attention.zigzag_attention import zigzag_attention
 
-    return zigzag_attention(query, key, value, Attention.of(**how), mesh.group(axis), size)
+    peers = mesh.group(axis)
+    return zigzag_attention(query, key, value, Attention.of(**how), peers, size, sinks)
 
 
 def _fits(part: Part) -> bool:
@@ -93,22 +96,25 @@ NEEDS = (
     "a causal mask, a sequence that is split with two positions or more for each "
     "device, and no dropout"
 )
-FORM = Form(
-    "ring zigzag",
-    ATTENTION,
-    specified(least=2),
-    _fits,
-    NEEDS,
-    "zigzag_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
-    _turns,
-    examples=(
-        "f64[2, 2, 13, 3], f64[2, 2, 13, 3], f64[2, 2, 13, 2], None, 0.0, True",
-        "f64[1, 4, 12, 2], f64[1, 2, 12, 2], f64[1, 2, 12, 2], None, 0.0, True, enable_gqa=True",
-        "bf16[1, 1, 9, 1], bf16[1, 1, 9, 1], bf16[1, 1, 9, 1], None, 0.0, True",
-    ),
+FORMS = with_sinks(
+    Form(
+        "ring zigzag",
+        ATTENTION,
+        specified(least=2),
+        _fits,
+        NEEDS,
+        "zigzag_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+        _turns,
+        examples=(
+            "f64[2, 2, 13, 3], f64[2, 2, 13, 3], f64[2, 2, 13, 2], None, 0.0, True",
+            "f64[1, 4, 12, 2], f64[1, 2, 12, 2], f64[1, 2, 12, 2], None, 0.0, True, "
+            "enable_gqa=True",
+            "bf16[1, 1, 9, 1], bf16[1, 1, 9, 1], bf16[1, 1, 9, 1], None, 0.0, True",
+        ),
+    )
 )

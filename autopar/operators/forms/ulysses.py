@@ -13,6 +13,7 @@ from autopar.operators.attention.sequence_forms import (
     scores_bytes,
     sends_for_heads,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.attention.ulysses_attention import enough_heads, exchanged_spec
@@ -34,14 +35,15 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split: two exchanges of sequences for heads."""
     from autopar.operators.attention.partial_attention import Attention
     from autopar.operators.attention.ulysses_attention import ulysses_attention
 
-    tensors = query, key, value
-    return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis), None, size)
+    tensors, peers = (query, key, value), mesh.group(axis)
+    return ulysses_attention(tensors, mask, Attention.of(**how), peers, None, size, sinks)
 
 
 def _fits(part: Part) -> bool:
@@ -68,21 +70,23 @@ def _scratch(part: Part) -> tuple[float, float]:
 
 
 NEEDS = "a sequence that is split, a head of queries for each device along its axes, and no dropout"
-FORM = Form(
-    "ulysses",
-    ATTENTION,
-    exchanged_spec,
-    _fits,
-    NEEDS,
-    "ulysses_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
-    examples=(
-        "f64[1, 5, 7, 3], f64[1, 5, 7, 3], f64[1, 5, 7, 2], None, 0.0, True",
-        "f64[1, 6, 8, 2], f64[1, 2, 8, 2], f64[1, 2, 8, 2], f64[1, 6, 8, 8], enable_gqa=True",
-        "f64[2, 4, 6, 2], f64[2, 1, 9, 2], f64[2, 1, 9, 3], bool[6, 9]",
-    ),
+FORMS = with_sinks(
+    Form(
+        "ulysses",
+        ATTENTION,
+        exchanged_spec,
+        _fits,
+        NEEDS,
+        "ulysses_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+        examples=(
+            "f64[1, 5, 7, 3], f64[1, 5, 7, 3], f64[1, 5, 7, 2], None, 0.0, True",
+            "f64[1, 6, 8, 2], f64[1, 2, 8, 2], f64[1, 2, 8, 2], f64[1, 6, 8, 8], enable_gqa=True",
+            "f64[2, 4, 6, 2], f64[2, 1, 9, 2], f64[2, 1, 9, 3], bool[6, 9]",
+        ),
+    )
 )

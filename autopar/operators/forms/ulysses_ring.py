@@ -19,6 +19,7 @@ from autopar.operators.attention.sequence_forms import (
     scores_bytes,
     sends_for_heads,
     split,
+    with_sinks,
     written,
 )
 from autopar.operators.attention.ulysses_attention import enough_heads, exchanged_spec
@@ -40,6 +41,7 @@ def _run(
     *,
     axis: Axes,
     size: tuple[int, int],
+    sinks: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """Attention whose sequence is split over axes: a ring of groups that exchange heads."""
@@ -53,8 +55,8 @@ def _run(
     if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
         mask = mask.narrow(-2, start, count)
     own = count, ring.keys[peers.index][0][1]
-    tensors = query, key, value
-    return ulysses_attention(tensors, mask, Attention.of(**how), mesh.group(axis[-1]), ring, own)
+    tensors, inner = (query, key, value), mesh.group(axis[-1])
+    return ulysses_attention(tensors, mask, Attention.of(**how), inner, ring, own, sinks)
 
 
 def _fits(part: Part) -> bool:
@@ -98,17 +100,19 @@ NEEDS = (
     "a sequence that is split over two axes, a head of queries for each device along "
     "the inner one, and no dropout"
 )
-FORM = Form(
-    "ulysses ring",
-    ATTENTION,
-    exchanged_spec,
-    _fits,
-    NEEDS,
-    "ulysses_ring_attention",
-    _run,
-    written,
-    _sends,
-    _work,
-    _scratch,
-    _turns,
+FORMS = with_sinks(
+    Form(
+        "ulysses ring",
+        ATTENTION,
+        exchanged_spec,
+        _fits,
+        NEEDS,
+        "ulysses_ring_attention",
+        _run,
+        written,
+        _sends,
+        _work,
+        _scratch,
+        _turns,
+    )
 )

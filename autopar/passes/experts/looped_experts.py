@@ -10,7 +10,7 @@ tokens that chose each expert, the loop becomes one `autopar.mixture` of their s
 
 Behind these, there may be experts of another kind, such as LongCat-Flash's, which give tokens back
 ("zero-computation experts"). Their parts of the sum remain operators on all tokens. The mixture
-gets the choice of such an expert as that of one of its own with a weight of zero.
+gets the choice of such an expert as that of none, so tokens are not sent for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.rewrite import Editor, rewrite
 from autopar.ir.tensor import TensorType
+from autopar.operators.dispatch import ABSENT
+from autopar.operators.expert_load import AMONG
 from autopar.operators.mixture import MIXTURE
 from autopar.passes.experts.chosen_elements import (
     EXPERT,
@@ -238,19 +240,22 @@ class _Writer:
         args = (*args, first.expert.act)
         if gate_bias or up_bias or down_bias:
             args = (*args, gate_bias, up_bias, down_bias)
-        return self.new("mixture", MIXTURE, args, TensorType(x.dtype, (tokens, width)))
+        value = self.new("mixture", MIXTURE, args, TensorType(x.dtype, (tokens, width)))
+        if len(of.addends) < of.ids.experts:
+            node = self.editor[value.name]
+            self.editor.put(replace(node, kwargs=((AMONG, of.ids.experts),)))
+        return value
 
     def own_choices(self, of: _Mixture, ids: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-        """Returns ids and weights, in which a choice of another expert has a weight of zero.
-
-        Such choices are dealt to all experts in turn, which does not change their balance.
-        """
+        """Returns ids and weights; a choice of another expert is -1 with a weight of zero."""
         count, kind = len(of.addends), self.editor[ids.name].type
-        known = self.new("known", "aten.lt.Scalar", (ids, count), TensorType("bool", shape))
-        ids = self.new("ids", "aten.remainder.Scalar", (ids, count), kind)
+        others = self.new("others", "aten.ge.Scalar", (ids, count), TensorType("bool", shape))
+        own = self.new("ids", "aten.masked_fill.Scalar", (ids, others, ABSENT), kind)
+        ids = self.new("ids", "aten.masked_fill.Scalar", (ids, others, 0), kind)
         weights = self.weights(of, ids, shape)
         kind = self.editor[weights.name].type
-        return ids, self.new("weights", "aten.where.self", (known, weights, self.zero(kind)), kind)
+        zero = self.zero(kind)
+        return own, self.new("weights", "aten.where.self", (others, zero, weights), kind)
 
     def zero(self, kind: TensorType) -> Ref:
         """Returns a scalar 0 of a dtype."""

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, argument, rewrite, writes
-from autopar.operators.attention.sequence_forms import SEEN
+from autopar.operators.attention.sequence_forms import KINDS, SEEN, SINKS
 from autopar.operators.interpret import execute
 from autopar.passes.masks.mask_intervals import kind_by_intervals, seen_at_most
 
-_ATTENTION = "aten.scaled_dot_product_attention"
 # Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.
 _LARGEST = 2**28
 
@@ -82,7 +81,7 @@ def causal_masks(graph: Graph) -> Graph:
 
     def replace_mask(node: Node, editor: Editor) -> Node | None:
         mask = argument(node, 3, "attn_mask")
-        if node.op != _ATTENTION or not isinstance(mask, Ref):
+        if node.op not in KINDS or not isinstance(mask, Ref):
             return None
         name = graph[node.name].inputs[3]
         if name not in numbers:
@@ -94,6 +93,9 @@ def causal_masks(graph: Graph) -> Graph:
             kinds[key] = _kind_of(graph, name)
         if not kinds[key]:
             return None
+        if node.op == SINKS:
+            causal = (("is_causal", True),) if kinds[key] == "causal" else ()
+            return replace(node, args=node.args[:3], kwargs=(*causal, *node.kwargs))
         dropout = argument(node, 4, "dropout_p", 0.0)
         args: tuple[Arg, ...] = (*node.args[:3], None, dropout, kinds[key] == "causal")
         while args[-1] in (None, False, 0.0):
@@ -241,7 +243,7 @@ def note_seen(graph: Graph) -> Graph:
 
     def note(node: Node, editor: Editor) -> Node | None:
         mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
-        if node.op != _ATTENTION or not isinstance(mask, Ref) or dropout or node.keyword(SEEN):
+        if node.op not in KINDS or not isinstance(mask, Ref) or dropout or node.keyword(SEEN):
             return None
         kind = graph[mask.name].type
         if kind.dtype != "bool" or len(kind.shape) < 2 or min(kind.shape[-2:]) < 2:
@@ -261,7 +263,7 @@ def group_heads(graph: Graph) -> Graph:
     """
 
     def group(node: Node, editor: Editor) -> Node | None:
-        if node.op != _ATTENTION or node.keyword("enable_gqa") or len(node.args) < 3:
+        if node.op not in KINDS or node.keyword("enable_gqa") or len(node.args) < 3:
             return None
         query, key, value = node.args[:3]
         sources = [_unrepeated(arg, editor) for arg in (key, value)]
