@@ -65,8 +65,9 @@ def command(
 
     NAME is a parameter, an input, a module, a node such as %add_3 (all with wildcards, as in pins),
     or a line of the model's source. The model is planned again with the plan's layout excluded; the
-    same blocks are recomputed and offloaded, unless no such plan fits. For a pipeline, the stage that contains NAME is planned, and all figures are per microbatch. Where
-    an operator of NAME has several forms, such as attention in a ring, all of them are priced.
+    same blocks are recomputed and offloaded, unless no such plan fits. For a pipeline, the stage
+    that contains NAME is planned, and all figures are per microbatch. Where an operator of NAME has
+    several forms, such as attention in a ring, all of them are priced.
 
     \b
     autopar why plan.toml "transformer.h.*.mlp.c_fc.weight"
@@ -108,7 +109,7 @@ def why_not(
 ) -> None:
     """Show what it costs to keep NAME in LAYOUT, written as a pin.
 
-    The model is planned again under the plan's own pins and this one, as by `why`; NAME is as there.
+    The model is planned again under the plan's own pins and this one; NAME is as for `why`.
 
     \b
     autopar why-not plan.toml lm_head.weight "[50257@gpu, 768]"
