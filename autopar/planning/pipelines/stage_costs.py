@@ -1,12 +1,12 @@
 """Prices stages: the frontier of time against memory of a range of layers on a sub-mesh.
 
 The intra-op solver plans a range of layers as a separate graph, with two blocks for each run of
-equal blocks. Costs are linear in the number of blocks, so scaling prices longer ranges.
-The forward and backward of one microbatch count in full; what a step does once (gradient
-synchronisation, the update) counts as one part in the number of microbatches. With f microbatches
-in flight, a plan needs parameters, gradients, optimizer state and f times its saved activations.
-The problem is solved for one in flight, for the most that fit, and for numbers between (powers of
-two, and those that schedules keep). If not all fit, all blocks recompute, or as many as necessary.
+equal blocks. Costs are linear in the number of blocks, so scaling prices longer ranges. The forward
+and backward of one microbatch count in full; what a step does once (gradient synchronisation, the
+update) counts as one part in the number of microbatches. With f microbatches in flight, a plan
+needs parameters, gradients, optimizer state and f times its saved activations. The problem is
+solved for one in flight, for the most that fit, and for numbers between (powers of two, and those
+that schedules keep). If not all fit, all blocks recompute, or as many as necessary.
 """
 
 from __future__ import annotations
