@@ -344,7 +344,7 @@ class StageCosts:
         offload = parse_offload(graph, self.options.offload)
         kernels = applicable(self.options.fuse, graph, self.options.precision)
         fused = UPDATE in kernels and not offload.optimizer
-        (model, prices, allowed), whole = self._price(mesh), self.layered(microbatches).graph
+        (model, prices, allowed), layered = self._price(mesh), self.layered(microbatches)
         given = Assumptions(
             update=self.options.update,
             unknown_ops=self.options.unknown_ops,
@@ -360,9 +360,8 @@ class StageCosts:
             adds=self.options.execution.adds,
             ahead=self.options.execution.ahead,
         )
-        table, pins = self.options.table, pins_of(whole, graph, mesh, self.options)
+        table, pins = self.options.table, pins_of(layered.graph, graph, mesh, self.options)
         built = build(graph, mesh, prices, table, given, pins=pins)
-        grows, edges = growing(built, graph)
         updates, pairs = [], tuple(zip(built.names, built.options, strict=True))
         for name, options in pairs:
             node, seconds = graph[name], np.zeros(len(options))
@@ -370,13 +369,13 @@ class StageCosts:
                 seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
-        ranks = min(self.mesh.size // mesh.size, len(self.layered(microbatches).kinds))
+        ranks = min(self.mesh.size // mesh.size, len(layered.kinds))
         once, each = self.streamed.copies(ranks, microbatches)
         held = tuple(kept_each(built, graph, mesh, n, o, each, given.precision) for n, o in pairs)
         further = tuple(once.of_choices(graph, mesh, n, o, given.precision) for n, o in pairs)
         host = settings_on(mesh.device, self.options.execution, host_of(model)).host
         return StageProblem(
-            built, grows, edges, counts, tuple(updates), held, recompute, further,
+            built, *growing(built, graph), counts, tuple(updates), held, recompute, further,
             given.microbatches, self.streamed.late, issuing(graph, mesh, host, table),
         )  # fmt: skip
 
