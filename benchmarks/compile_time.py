@@ -75,7 +75,7 @@ SCALES = {
     ],
     "mesh axes": [
         (text.count("="), f'llama-3-8b --mesh "H100: {text}" --batch 64')
-        for text in ("gpu=64", "node=8, gpu=8", "pod=2, node=4, gpu=8", "a=2, b=2, node=2, gpu=8")
+        for text in ("gpu=64", "node=8, gpu=8", "pod=2, node=4, gpu=8")
     ],
 }
 TABLE, SCALING = "compile_time", "compile_time_scaling"

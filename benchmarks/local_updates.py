@@ -143,8 +143,7 @@ def tables() -> None:
     heads = {
         "throughput": ("rate", "method", "tau", "samples_per_s", "of_alone", "of_alone_min",
                        "of_alone_max"),
-        "muon": ("plan", "optimizer", "ms", "predicted_ms", "state_bytes", "planned_bytes",
-                 "parity"),
+        "muon": ("plan", "optimizer", "ms", "state_bytes", "planned_bytes", "parity"),
         "published": ("model", "row", "gpus", "published", "model_says", "error", "use"),
     }  # fmt: skip
     for name, columns in heads.items():
