@@ -145,6 +145,18 @@ def test_training_is_that_of_one_device(mesh: str, count: int, quick: bool) -> N
             assert run.error(alone) <= 1e-9, f"packed, {form}"
 
 
+class Loss(nn.Module):
+    """The loss alone of a language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=input_ids, labels=labels).loss
+        return loss
+
+
 def gpt_oss(experts: str) -> tuple[torch.nn.Module, Batch]:
     """Attention with sinks: a layer with a sliding window, and one with a causal mask.
 
@@ -165,7 +177,7 @@ def gpt_oss(experts: str) -> tuple[torch.nn.Module, Batch]:
         experts_implementation=experts,
     )
     ids = torch.randint(32, (2, 16))
-    return GptOssForCausalLM(config).double(), {"input_ids": ids, "labels": ids}
+    return Loss(GptOssForCausalLM(config).double()), {"input_ids": ids, "labels": ids}
 
 
 def trained_with_sinks(mesh: str, forms: tuple[str, ...]) -> list[Run]:
