@@ -109,13 +109,14 @@ def trained(mesh: str, quick: bool) -> list[Run]:
     ]
 
 
-def train(mesh: str, form: str, model: nn.Module, batch: Batch) -> Run:
+def train(mesh: str, form: str, model: nn.Module, batch: Batch, recompute: str = "auto") -> Run:
     found: Any = autopar.compile(
         model,
         mesh,
         optimizer=optimizer,
         example_inputs=batch,
         pins=autopar.pins.form("*.self_attn", form),
+        recompute=recompute,
     )
     losses = [found.step(**batch).item() for _ in range(STEPS)]
     return Run(losses, found.state_dict(), 0, found.source)
@@ -145,6 +146,36 @@ def test_training_is_that_of_one_device(mesh: str, count: int, quick: bool) -> N
             assert run.error(alone) <= 1e-9, f"packed, {form}"
 
 
+KINDS = ("selective", "save linear:2 attention")
+
+
+def recomputed(form: str) -> list[Run]:
+    return [train(LINE, form, *llama(), recompute=kind) for kind in KINDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ring", "ring zigzag"])
+def test_recomputed_blocks(form: str) -> None:
+    """The forms merge parts in place, into results that a recomputed block may keep."""
+    whole = plainly(*llama())
+    for rank in run_ranks(recomputed, form, count=2):
+        for kind, run in zip(KINDS, rank, strict=True):
+            assert "context_fn=keep" in run.source, kind
+            assert run.error(whole) <= 1e-9, kind
+
+
+class Loss(nn.Module):
+    """The loss alone of a language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=input_ids, labels=labels).loss
+        return loss
+
+
 def gpt_oss(experts: str) -> tuple[torch.nn.Module, Batch]:
     """Attention with sinks: a layer with a sliding window, and one with a causal mask.
 
@@ -165,7 +196,7 @@ def gpt_oss(experts: str) -> tuple[torch.nn.Module, Batch]:
         experts_implementation=experts,
     )
     ids = torch.randint(32, (2, 16))
-    return GptOssForCausalLM(config).double(), {"input_ids": ids, "labels": ids}
+    return Loss(GptOssForCausalLM(config).double()), {"input_ids": ids, "labels": ids}
 
 
 def trained_with_sinks(mesh: str, forms: tuple[str, ...]) -> list[Run]:
