@@ -82,6 +82,7 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case, self.mesh = case, Mesh.parse(case.mesh)
+        self.effort = THOROUGH if self.mesh.size < MANY else QUICK
         self.options = Options(precision=Precision.read("fp16" if "V100" in case.mesh else "bf16"))
         spec = ModelSpec(case.model, None, None, case.layers)
         self.model = OnMicrobatches(
@@ -97,9 +98,10 @@ class Bench:
         self.borders = Borders(self.layers, self.mesh, self.options)
 
     def prices(self, options: Options) -> StageCosts:
-        """Returns prices of stages under other options."""
+        """Returns prices of stages under other options, on as many logical shapes as ours tries."""
         room = {kind: 0.98 * nbytes for kind, nbytes in self.limits.items()}
-        return StageCosts(self.model, self.mesh, options, room, most=256)
+        shapes = self.effort["shapes"]
+        return StageCosts(self.model, self.mesh, options, room, most=256, shapes=shapes)
 
     def seconds(self, cut: Cut, count: int, priced: Priced | None = None) -> float:
         """Returns the simulated seconds of a step under 1F1B; infinite if it does not fit."""
@@ -298,10 +300,9 @@ def _alpa_sum(
 
 def ours(bench: Bench, schedules: Sequence[str] = ()) -> Answer:
     """The search of autopar."""
-    effort = THOROUGH if bench.mesh.size < MANY else QUICK
     found = search(
         bench.model, bench.mesh, bench.counts, bench.options, bench.limits,
-        schedules=schedules, scaling=True, **effort,
+        schedules=schedules, scaling=True, **bench.effort,
     )  # fmt: skip
     one = found.pipeline
     return found.seconds, one.schedule, one.microbatches, len(one.stages)
