@@ -234,10 +234,14 @@ def explained(
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
+    *sent, added = map(
+        sum,
+        zip(*(builder.overlapped_seconds(node, chosen) for node in graph.folded), strict=True),
+    )
+    kernels[1] += added
     if repeated is not None:
         kernels[1] /= repeated.microbatches
-    sent = zip(*(builder.overlapped_seconds(node, chosen) for node in graph.folded), strict=True)
-    pairs = zip(kernels, (sum(side) + offload_seconds / 2 for side in sent), strict=True)
+    pairs = zip(kernels, (side + offload_seconds / 2 for side in sent), strict=True)
     hidden = turned + sum(saved(computed, other, slowdown) for computed, other in pairs)
     program = lower(graph.trained, chosen, price.collective)
     overlaps = linears(program, graph, chosen, rules, price).values()
@@ -258,6 +262,7 @@ def explained(
             offloaded=offloaded,
             offload_seconds=offload_seconds,
             state_byte_seconds=0.0 if builder.away is None else builder.away.seconds,
+            added=added,
         ),
         builder.replicated,
     )

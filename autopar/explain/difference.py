@@ -160,7 +160,7 @@ def repriced(explanation: Explanation, graph: Graph) -> Prediction:
     return Prediction(
         step_seconds=explanation.step,
         peak_bytes=held if explanation.peak is None else explanation.peak,
-        compute_seconds=seconds["compute"] + ending,
+        compute_seconds=seconds["compute"] + explanation.added + ending,
         exchange_seconds=inside,
         parameter_seconds=seconds["parameters"] - views,
         reshard_seconds=seconds["activations"] + views - inside - ending,

@@ -170,6 +170,7 @@ class Explanation:
         caution: how its precision changes results; see `Precision.caution`.
         error: uncertainty of `step` in seconds, from the errors of the price tables; 0 if the plan
             was made under a calibration (see cost/uncertainty.py).
+        added: seconds of adding gradients to those of earlier microbatches.
     """
 
     graph: str
@@ -186,6 +187,7 @@ class Explanation:
     host: float = 0.0
     caution: str = ""
     error: float = 0.0
+    added: float = 0.0
 
     @property
     def step(self) -> float:
@@ -203,6 +205,7 @@ class Explanation:
             "parameters": sum(parameter.seconds for parameter in self.parameters),
         }
         further = {
+            "sums of gradients": self.added,
             "host copies": self.copies,
             "optimizer": self.predicted.get("update_seconds", 0.0),
             "waiting for the host": self.predicted.get("waiting_seconds", 0.0),

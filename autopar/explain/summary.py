@@ -40,6 +40,7 @@ class StepFigures:
         offloaded: bytes of activations in host memory.
         offload_seconds: seconds of copying them to host memory and back.
         state_byte_seconds: seconds per byte of copying optimizer state from host memory and back.
+        added: seconds of adding gradients to those of earlier microbatches.
     """
 
     limit: float
@@ -48,6 +49,7 @@ class StepFigures:
     offloaded: float = 0.0
     offload_seconds: float = 0.0
     state_byte_seconds: float = 0.0
+    added: float = 0.0
 
 
 def explain(
@@ -98,7 +100,7 @@ def explain(
     found = Explanation(
         plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory,
         figures.limit, tuple(whole), figures.hidden, figures.peak, copies,
-        states + figures.offloaded, plan.precision.caution,
+        states + figures.offloaded, plan.precision.caution, added=figures.added,
     )  # fmt: skip
     if plan.calibration:
         return found

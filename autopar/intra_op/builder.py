@@ -231,10 +231,13 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def overlapped_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float]:
-        """Returns the seconds of a parameter's collectives that overlap with each direction."""
+    def overlapped_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float, float]:
+        """Returns the seconds of a parameter's collectives that overlap with each direction.
+
+        The third number are those of adding its gradient to those of earlier microbatches.
+        """
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         traffic = stored_traffic(
@@ -244,7 +247,8 @@ class Builder:
         )  # fmt: skip
         cost = self._stored_cost(share, traffic)
         count = self.graph.multiplicity[share.name]
-        return count * cost.fetched, count * (cost.synchronised + cost.refetched)
+        behind = cost.synchronised + cost.refetched
+        return count * cost.fetched, count * behind, count * cost.added
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.cli.explain import explained
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import side_by_side
@@ -22,6 +23,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.update import ADAMW
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
+from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.plan_model import plan_evenly
@@ -57,6 +59,20 @@ def test_a_microbatch_adds_its_gradients_to_those_of_the_ones_before() -> None:
         assert apart.backward - fused.backward == pytest.approx(each, rel=1e-6)
         assert apart.forward == fused.forward
     assert added.seconds > alone.seconds
+
+
+def test_an_explained_stage_takes_what_is_predicted_with_its_additions() -> None:
+    model, batch = gpt2(2)
+    asked = Options(stages=2, microbatches=MICROBATCHES)
+    captured = capture_call(Call(model, (), batch), asked, Trace(None), MICROBATCHES)
+    plan = plan_evenly(captured.graph, Mesh.parse("H100: stage=2, gpu=2"), asked, Trace(None))
+    for graph, stage in zip(
+        stage_graphs(captured.graph, plan.ends, Trace(None)), plan.stages, strict=True
+    ):
+        price = AnalyticModel(stage.mesh, in_step=True, whole=plan.mesh)
+        found = explained(graph, stage, 1e12, price=price, repeated=Repeated(MICROBATCHES))
+        assert found.added > 0
+        assert found.step == pytest.approx(stage.predicted.step_seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize(("state", "sent", "read"), [("ddp", "f32", 2), ("zero3", "f32", 4 / 2)])
