@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -234,13 +234,8 @@ def explained(
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
-    *sent, added = map(
-        sum,
-        zip(*(builder.overlapped_seconds(node, chosen) for node in graph.folded), strict=True),
-    )
-    kernels[1] += added
-    if repeated is not None:
-        kernels[1] /= repeated.microbatches
+    *sent, added = _overlapped(builder, graph, chosen)
+    kernels[1] = (kernels[1] + added) / (1 if repeated is None else repeated.microbatches)
     pairs = zip(kernels, (side + offload_seconds / 2 for side in sent), strict=True)
     hidden = turned + sum(saved(computed, other, slowdown) for computed, other in pairs)
     program = lower(graph.trained, chosen, price.collective)
@@ -266,6 +261,12 @@ def explained(
         ),
         builder.replicated,
     )
+
+
+def _overlapped(builder: Builder, graph: Graph, chosen: StagePlan) -> Iterator[float]:
+    """Yields seconds of collectives beside forward and backward, and of sums of gradients."""
+    rows = (builder.overlapped_seconds(node, chosen) for node in graph.folded)
+    return map(sum, zip(*rows, strict=True))
 
 
 def _inside(listed: Iterable[Move]) -> Mapping[str, float]:

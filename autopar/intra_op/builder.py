@@ -234,7 +234,7 @@ class Builder:
     def overlapped_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float, float]:
         """Returns the seconds of a parameter's collectives that overlap with each direction.
 
-        The third number are those of adding its gradient to those of earlier microbatches.
+        The third number is the time of adding its gradient to those of earlier microbatches.
         """
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
             return 0.0, 0.0, 0.0
