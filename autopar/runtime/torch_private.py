@@ -101,6 +101,31 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def group_by_name(
+    ranks: list[int], timeout: timedelta | None, name: str
+) -> dist.ProcessGroup | None:
+    """Creates a group of some ranks, which alone call it.
+
+    Torch names such a group by its ranks and by the number of groups that its process has. Where
+    these numbers differ, ranks would wait for each other in groups of different names.
+
+    Args:
+        ranks: global ranks.
+        timeout: of its collectives.
+        name: the same on all ranks, and of no other group.
+    """
+    names = distributed_c10d._process_group_name
+    own = distributed_c10d.GroupName(name)
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: own
+    try:
+        group: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=timeout, use_local_synchronization=True
+        )
+    finally:
+        distributed_c10d._process_group_name = names
+    return group
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies tensors into others of the same shapes, in few launches."""
     torch._foreach_copy_(targets, sources)

@@ -65,6 +65,11 @@ class Attendance:
         """Returns the ranks that are left."""
         return tuple(rank for replica in self.replicas for rank in replica)
 
+    @property
+    def place(self) -> str:
+        """Returns the key of the last joint decision in the store, the same on every rank."""
+        return f"{self._key}/{self._votes}"
+
     def pause(self, paused: bool) -> None:
         """Stops or resumes heartbeats: a rank whose step failed may never return."""
         (self._silenced.set if paused else self._silenced.clear)()
@@ -85,7 +90,7 @@ class Attendance:
             RankFailedError: the store is gone.
         """
         self._votes += 1
-        place, voted = f"{self._key}/{self._votes}", False
+        place, voted = self.place, False
         outcome = f"{place}/outcome"
         while True:
             with _asking():
@@ -112,7 +117,7 @@ class Attendance:
         Raises:
             RankFailedError: the others have left out this rank's replica, or the store is gone.
         """
-        place = f"{self._key}/{self._votes}/roll"
+        place = f"{self.place}/roll"
         with _asking():
             self._board.set(f"{place}/{self.rank}", "")
             while True:

@@ -79,7 +79,8 @@ class Survivors:
         if len(replicas) == 1:
             return None
         ranks = tuple(replica[self._place] for replica in replicas)
-        self._lease = self._peers.left("outer", ranks)
+        name = f"{self._attendance.place}/{self._place}"
+        self._lease = self._peers.left("outer", ranks, name)
         return self._lease.channels[0]
 
     def _end(self, works: Sequence[PendingCall]) -> None:

@@ -167,9 +167,15 @@ class Peers:
         """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
-    def left(self, purpose: str, ranks: tuple[int, ...]) -> Lease:
-        """Returns an unshared channel of some ranks, which alone call it; others may be lost."""
-        return Lease(self, [self._make(purpose, ranks, alone=True)])
+    def left(self, purpose: str, ranks: tuple[int, ...], name: str) -> Lease:
+        """Returns an unshared channel of some ranks, which alone call it; others may be lost.
+
+        Args:
+            purpose: name in records.
+            ranks: global ranks, this one included.
+            name: of the process group; the same on these ranks, and of no other group.
+        """
+        return Lease(self, [self._make(purpose, ranks, name=name)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
         """Returns which of these channel numbers (-1 for none) are equal on all ranks."""
@@ -185,14 +191,18 @@ class Peers:
         purpose: str,
         ranks: tuple[int, ...],
         backend: str | None = None,
-        alone: bool = False,
+        name: str = "",
     ) -> _Shared:
-        """Creates a process group with the time-out that the user gave the default one."""
+        """Creates a process group with the time-out that the user gave the default one.
+
+        All processes call it, or its members alone if it has a name.
+        """
         whole = torch_private.default_group()
         timeout = torch_private.timeout_of(whole)
-        handle = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=alone
-        )
+        if name:
+            handle = torch_private.group_by_name(list(ranks), timeout, name)
+        else:
+            handle = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         kept, alive = handle if self.rank in ranks else None, weakref.ref(whole)
         channel = Channel(
             _name(purpose, ranks),

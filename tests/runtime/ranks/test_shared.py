@@ -18,6 +18,7 @@ import autopar
 from autopar.errors import ProgramError
 from autopar.runtime import torch_private
 from autopar.runtime.folder import OpenProgram
+from autopar.runtime.ranks.shared import Peers
 from autopar.session.session import Session
 from tests.support import models
 from tests.support.ranks import run_ranks
@@ -164,3 +165,22 @@ def test_forty_programs_leave_nothing(closes: bool, tmp_path: Path) -> None:
     """pytest -m slow tests/runtime/ranks/test_shared.py"""
     for before, after in run_ranks(many, str(tmp_path), closes):
         assert after == before
+
+
+def of_unequal_numbers() -> float:
+    """Joins the last two ranks, of which one has a further group."""
+    rank = dist.get_rank()
+    if rank == 2:
+        dist.new_group([2], use_local_synchronization=True)
+    total = torch.tensor([float(rank)])
+    if rank:
+        lease = Peers.here().left("test", (1, 2), "the last two")
+        lease.channels[0].all_reduce(total)
+        lease.close()
+    return total.item()
+
+
+def test_ranks_with_unequal_numbers_of_groups_make_one_together() -> None:
+    """As survivors of a loss do, of which some have not ended their old groups."""
+    patience = timedelta(seconds=10)
+    assert run_ranks(of_unequal_numbers, count=3, patience=patience) == [0.0, 3.0, 3.0]
