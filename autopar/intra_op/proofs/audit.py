@@ -24,6 +24,7 @@ _UNCHECKED = ("aten.gru.input",)
 KEPT = {
     ("autopar.mixture", "k"): "splitting the tokens instead owes no sum",
     ("aten.scaled_dot_product_attention", "e"): "every device would compute all of q k^T",
+    ("autopar.sink_attention", "e"): "every device would compute all of q k^T",
 }
 _WORD = re.compile(r"(\([^)]*\)|[A-Za-z_]\w*)!")
 
