@@ -42,7 +42,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and where.
+    """The size of a model and of its batch, and the device that trains it.
 
     Attributes:
         layers, batch, seq: of the model and of its batch.

@@ -32,7 +32,7 @@ COLUMNS = ("gpus", "gbs", "mbs", "hidden", "heads", "layers", "seq", "tp", "dp",
 
 @dataclass(frozen=True)
 class Row:
-    """How a model ran, the key of its model, batch and devices, and its measured seconds."""
+    """A run of a model, the key of its model, batch and devices, and its measured seconds."""
 
     run: megatron.Run
     model: tuple[int, ...]

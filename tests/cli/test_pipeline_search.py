@@ -90,7 +90,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def told(command: str, *arguments: str, code: int = 0) -> str:
-    """What a command prints, errors included."""
+    """Returns the output of a command, errors included."""
     result = CliRunner().invoke(main, [command, *arguments], catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.output

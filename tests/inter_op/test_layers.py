@@ -87,7 +87,7 @@ def test_many_blocks_stand_together(gpt: Graph) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "unet", "t5"])
 def test_bytes_are_those_that_cut_stages_send(name: str) -> None:
-    """What crosses a border is what a stage there is sent, for a graph cut in two."""
+    """Compares the bytes at a border with those that a stage is sent, for a graph cut in two."""
     model, batch = make(name)
     raw = capture(model, (), batch).graph
     graph = prepare(raw)

@@ -71,7 +71,7 @@ def check(name: str, options: dict[str, int], draw: random.Random, periods: int)
 
 @pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
 def test_a_period_is_that_of_a_long_run(name: str, options: dict[str, int]) -> None:
-    """Of unequal stages, with links and late sums that may take longer than a period."""
+    """Draws unequal stages, with links and late sums that may take longer than a period."""
     draw = random.Random(f"{name} {options}")
     for _ in range(4):
         check(name, options, draw, 60)

@@ -77,7 +77,7 @@ def one_by_one(given: Results) -> Results:
 
 
 def layouts(axes: tuple[str, ...], hops: tuple[tuple[str, ...], ...]) -> tuple[Layout, Layout]:
-    """How experts and tokens are split."""
+    """Returns the layouts of experts and tokens."""
     moved = {axis for hop in hops for axis in hop}
     tokens = tuple(axis for axis in ("y", "x") if axis in moved)
     return Layout((axes, (), ())), Layout((tokens, ()))
@@ -90,7 +90,7 @@ def part(x: Tensor, layout: Layout, mesh: Mesh, at: dict[str, int]) -> Tensor:
 
 
 def on_device(device: ShardedOperators, given: Results, way: str) -> Results:
-    """What one device computes of its parts."""
+    """Returns the results of one device from its parts."""
     _, axes, hops = WAYS[way]
     experts, tokens = layouts(axes, hops)
     split = [experts] * 3 + [tokens] * 4

@@ -41,7 +41,7 @@ MASKS = {
 
 
 def shown(block: Block, mask: Tensor, whole: Tensor) -> Tensor:
-    """How often a block computes each pair of a mask."""
+    """Counts how often a block computes each pair of a mask."""
     (row, count), (column, width) = block.rows, block.columns
     total = torch.zeros(whole.shape, dtype=torch.int64)
     cut = block.cut(mask)
