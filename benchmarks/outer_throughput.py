@@ -59,6 +59,8 @@ def timed(name: str, seconds: float) -> dict[str, Any]:
     for _ in range(3):
         session.step(**batch)
     began, settling = time.perf_counter(), apart
+    while not apart and not _first_says(time.perf_counter() - began > seconds):
+        session.step(**batch)  # a machine may be faster or slower after some seconds of work
     while settling:
         number, tau = session.rounds.number, session.rounds.tau
         while session.rounds.number == number:
@@ -117,6 +119,8 @@ def compared(methods: Sequence[str], seconds: float, repeats: int) -> list[dict[
         alone.append(timed(ALONE, seconds))
         near = statistics.mean(other["samples_per_s"] for other in alone[-2:])
         found[name].append({**row, "of_alone": round(row["samples_per_s"] / near, 4)})
+        if dist.get_rank() == 0:
+            print(found[name][-1], file=sys.stderr, flush=True)
     mean = statistics.mean(row["samples_per_s"] for row in alone)
     found[ALONE] = [{**row, "of_alone": round(row["samples_per_s"] / mean, 4)} for row in alone]
     return [_median(rows) for rows in found.values()]
