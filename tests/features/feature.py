@@ -57,12 +57,14 @@ class Feature:
         options: of `autopar.compile`; lists of several features are put together.
         run: its changes of a `Run`.
         seen: a pattern of the plan's file or the generated source, which shows that it took effect.
+        alters: features whose numbers it changes, by its definition.
     """
 
     recipe: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     seen: str = ""
+    alters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,13 @@ class Run:
     Attributes:
         resumed: whether it is saved in the middle, and another program on another mesh goes on.
         asynchronous: whether it is saved during the following steps.
+        replicas: whether replicas train on batches of their own, and average after every step.
         within: the largest relative error.
     """
 
     resumed: bool = False
     asynchronous: bool = False
+    replicas: bool = False
     within: float = 1e-9
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import autopar
 from tests.features.feature import Recipe
 from tests.features.zoo import FAMILIES, OTHERS, Batch, Family
 from tests.support.families import Exact
@@ -18,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=5e-2, momentum=0.9, nesterov=True),
     # With a larger epsilon: it divides by its own size what is zero but for rounding.
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2, eps=(1e-6, 1e-3)),
+    "muon": autopar.muon(lr=1e-2, adamw={"lr": 1e-2}, dtype="own"),
 }
 
 

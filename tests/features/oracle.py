@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.optimizers.muon import MuonFactory
 from tests.features.feature import Recipe
 from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 
@@ -77,7 +78,7 @@ def train(recipe: Recipe) -> Trained:
     """Train by a recipe."""
     model = Masters(make(recipe, plain=True), recipe)
     trained = {name: p for name, p in model.whole.named_parameters() if p.requires_grad}
-    optimizer = OPTIMIZERS[recipe.optimizer](_grouped(recipe, trained))
+    optimizer = OPTIMIZERS[recipe.optimizer](_grouped(recipe, model.whole, trained))
     rates = schedule(optimizer) if recipe.scheduled else None
     keeps = 0.0 if recipe.ema is None else recipe.ema
     average = {name: p.detach().clone() for name, p in trained.items()}
@@ -154,11 +155,15 @@ class Masters:
         return total, finite
 
 
-def _grouped(recipe: Recipe, trained: Mapping[str, nn.Parameter]) -> list[dict[str, object]]:
+def _grouped(
+    recipe: Recipe, model: nn.Module, trained: Mapping[str, nn.Parameter]
+) -> list[dict[str, object]]:
     patterns = family(recipe).groups if recipe.grouped else {}
+    factory = OPTIMIZERS[recipe.optimizer]
+    roles = factory.roles(model) if isinstance(factory, MuonFactory) else {}
     groups: dict[str, dict[str, object]] = {}
     for name, parameter in trained.items():
-        options: dict[str, object] = {}
+        options: dict[str, object] = {**roles.get(name, {})}
         for pattern, given in patterns.items():
             if fnmatchcase(name, pattern):
                 options = {**options, **given}

@@ -104,6 +104,8 @@ def outcomes(cases: Sequence[Case], place: str) -> list[Outcome]:
             try:
                 program, trained = _train(case, Path(place) / str(number))
                 plan = f"{program.plan.to_toml()}\n{program.source}"
+                if case.run.replicas:  # each has moments of its own, of its own gradients
+                    trained, oracle = replace(trained, moments={}), replace(oracle, moments={})
                 found.append(Outcome(trained.errors(oracle), plan))
             except Exception as error:
                 named = isinstance(error, AutoparError)
@@ -179,7 +181,10 @@ def _train(case: Case, place: Path) -> tuple[Any, Trained]:
             rates = schedule(program.optimizer) if recipe.scheduled else None
             torch.manual_seed(4)
             program.load_checkpoint(place, scheduler=rates)
-        losses.append(program.step(**batch).item())
+        loss = program.step(**batch)
+        if case.run.replicas:
+            dist.all_reduce(loss := loss.detach().clone(), dist.ReduceOp.AVG)
+        losses.append(loss.item())
         if recipe.clip is not None:
             norms.append(float(program.grad_norm))
         if rates is not None:

@@ -35,6 +35,12 @@ FEATURES: dict[str, Feature] = {
 # as their rounding; Adam would make more of it where gradients are small.
 _LOW = {"optimizer": "momentum"}
 
+PROGRAMS = [
+    f"{kind} over {axes} from 0: flat_ring"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    for axes in ("data", "tensor", "data, tensor")
+]
+
 FURTHER: dict[str, Feature] = {
     "bf16": Feature({"compute": "bf16", **_LOW}, {"precision": "bf16"}, {"within": 0.05}),
     "fp16": Feature(
@@ -60,6 +66,16 @@ FURTHER: dict[str, Feature] = {
     "zero1": Feature(options={"state": "zero1"}),
     "replicated": Feature(options={"state": "ddp", "pins": [data_parallel()]}),
     "selective": Feature(options={"recompute": "selective"}),
+    "muon": Feature({"optimizer": "muon"}),
+    "collectives": Feature(options={"collectives": PROGRAMS}, seen=r'by="flat_ring"'),
+    # Averages of parameters and of their momenta follow the mean gradient, since SGD is linear.
+    "replicas": Feature(
+        {"optimizer": "momentum"},
+        {"outer": "local over data, tau=1"},
+        {"replicas": True},
+        seen="local over data",
+        alters=frozenset({"clipping", "dropout"}),
+    ),
 }
 
 # What does not compose, and why: the type of the error and what it says.
@@ -82,8 +98,8 @@ def further(model: str, beside: int, seed: int = 0) -> list[Case]:
     """Every further feature alone, and beside some of the first table, drawn at random."""
     chance, both = random.Random(seed), {**FURTHER, **FEATURES}
     return [
-        Case.of(model, (name, *chance.sample(_of(model), count)), both)
-        for name in FURTHER
+        Case.of(model, (name, *chance.sample(_beside(model, feature), count)), both)
+        for name, feature in FURTHER.items()
         for count in (0, beside)
     ]
 
@@ -91,3 +107,8 @@ def further(model: str, beside: int, seed: int = 0) -> list[Case]:
 def _of(model: str) -> list[str]:
     """The first features that a model can have."""
     return [name for name in FEATURES if name not in {**FAMILIES, **OTHERS}[model].lacks]
+
+
+def _beside(model: str, feature: Feature) -> list[str]:
+    """The first features that a model can have beside a further one."""
+    return [name for name in _of(model) if name not in feature.alters]
