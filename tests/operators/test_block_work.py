@@ -82,7 +82,7 @@ def counted(form: str, mask: Tensor, devices: int) -> list[list[int]]:
         patch.object(balanced_attention, "partial_attention", partial),
         patch.object(ring_attention.RingStep, "attend", turn),
     ):
-        return on_all_devices(Mesh.parse(f"cpu: x={devices}"), on_one)
+        return list(on_all_devices(Mesh.parse(f"cpu: x={devices}"), on_one))
 
 
 @pytest.mark.parametrize("name", MASKS)

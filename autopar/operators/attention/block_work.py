@@ -144,11 +144,13 @@ def masks_of(part: Part) -> tuple[Mask, ...]:
     )
     if not square or not (causal or lengths.sample):
         return ()
-    batches = lengths.batches(keys, rows_of(part)) if lengths.sample else [((0,),)]
+    batches: list[tuple[tuple[int, ...], ...]] = [((0,),)]
+    if lengths.sample:
+        batches = lengths.batches(keys, rows_of(part))
     # A window w leaves w (w + 1) / 2 + (n - w) w pairs of n queries and keys.
     share, twice = seen(part.node), 2 * keys + 1
-    window = (twice - math.sqrt(max(twice**2 - 8 * share * keys**2, 0.0))) / 2
-    window = max(1, min(keys, round(window))) if causal else keys
+    width = round((twice - math.sqrt(max(twice**2 - 8 * share * keys**2, 0.0))) / 2)
+    window = max(1, min(keys, width)) if causal else keys
     return tuple(Mask(keys, starts, causal, window) for starts in batches)
 
 
@@ -167,8 +169,9 @@ def ring_share(masks: Sequence[Mask], devices: int) -> tuple[float, float]:
     So the share is that of the longest chain of turns. Turns in which no device attends to a key
     do not count.
     """
-    shares, turns = zip(*(_ring(mask, devices) for mask in masks), strict=True)
-    return sum(shares) / len(masks), sum(turns) / len(masks)
+    found = [_ring(mask, devices) for mask in masks]
+    shares, turns = (sum(each) / len(masks) for each in zip(*found, strict=True))
+    return shares, turns
 
 
 def balanced_share(masks: Sequence[Mask], devices: int) -> float:

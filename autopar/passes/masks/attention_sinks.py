@@ -40,7 +40,7 @@ class _Shown:
     def write(self, editor: Editor, like: Node) -> Ref:
         """Returns the condition, which is appended if necessary."""
         ref = Ref(editor.resolve(self.name))
-        args = {"": (), _NOT: (ref,), _EQUALS: (ref, 0)}[self.op]
+        args: tuple[Arg, ...] = (ref, 0) if self.op == _EQUALS else (ref,)
         kind = TensorType("bool", editor[ref.name].type.shape)
         return editor.new("shown", self.op, args, kind, like) if self.op else ref
 
