@@ -22,6 +22,7 @@ from autopar.operators.attention.balanced_attention import shares
 from autopar.runtime.recompute import keep_products, keeping
 from tests.operators.test_attention_forms import SHAPES, Shape, draw, whole
 
+LOWEST = torch.finfo(torch.float64).min
 LATENT = Shape((4, 4), (19, 19), (6, 3), "causal")  # widths of keys and values as in MLA
 CASES = {
     **SHAPES,
@@ -187,12 +188,24 @@ def test_documents_are_balanced_by_what_they_see(count: int) -> None:
     assert max(dealt) < 1.15 * mean
 
 
+# What an additive mask hides keys by, and what it adds where it hides them twice.
+HIDDEN = {
+    "lowest": (LOWEST, 2 * LOWEST),
+    "1e4": (-1e4, -3e4),
+    "1e9": (-1e9, -1e9),
+    "10": (-10.0, 7.0),
+}
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("form", ["gathered", "ring"])
-def test_a_query_without_keys_weights_all_alike_under_the_lowest_number(form: str) -> None:
+def test_a_query_without_keys_weights_all_alike(form: str, hidden: str) -> None:
     """As a softmax written out does; torch's fused kernel has other gradients there."""
     tensors, _, given = draw(Shape((2, 2)))
+    once, twice = HIDDEN[hidden]
     mask = torch.zeros(17, 17, dtype=torch.float64)
-    mask[3:5] = mask[:, 9:] = torch.finfo(torch.float64).min
+    mask[3:5] = mask[:, 9:] = once
+    mask[4, ::3] = twice
     query, key, value = (x.requires_grad_() for x in tensors)
     out = (query @ key.mT / query.shape[-1] ** 0.5 + mask).softmax(-1) @ value
     expected = [out.detach(), *torch.autograd.grad(out, tensors, given)]

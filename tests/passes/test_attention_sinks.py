@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.graph import Node
 from autopar.operators.attention.sequence_forms import SINKS
 from autopar.operators.interpret import run
 from autopar.planning.capturing import capture_graph
@@ -13,13 +16,49 @@ from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 
 HEADS, LENGTH, WIDTH = 4, 6, 3
+INF = float("inf")
+
+
+def causal() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def within(lengths: Tensor) -> Tensor:
+    return (torch.arange(LENGTH) < lengths[:, None])[:, None, None]
+
+
+def added(scores: Tensor, hidden: Tensor, value: float) -> Tensor:
+    mask = torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill(hidden, value)
+    return mask + scores
+
+
+# How scores are masked; of the first ones "causal" is in the name if the operator has no mask.
+OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "causal, filled": lambda scores, n, bias: scores.masked_fill(~causal(), -INF),
+    "causal, filled where zero": lambda scores, n, bias: scores.masked_fill(
+        torch.ones(LENGTH, LENGTH).tril() == 0, -INF
+    ),
+    "causal, chosen": lambda scores, n, bias: torch.where(causal(), scores, -INF),
+    "causal, added": lambda scores, n, bias: scores + torch.full((LENGTH, LENGTH), -INF).triu(1),
+    "causal, added fill": lambda scores, n, bias: added(scores, ~causal(), -INF),
+    "padding, filled": lambda scores, n, bias: scores.masked_fill(~within(n), -INF),
+    "padding, chosen": lambda scores, n, bias: torch.where(~within(n), -INF, scores),
+    "padding, added": lambda scores, n, bias: added(scores, within(n).logical_not(), -INF),
+    "both": lambda scores, n, bias: added(scores, ~within(n), -INF).masked_fill(~causal(), -INF),
+    "no key": lambda scores, n, bias: scores.masked_fill(~within(n - 2), -INF),
+    "bias": lambda scores, n, bias: scores + bias,
+    "bias and causal": lambda scores, n, bias: (scores + bias).masked_fill(~causal(), -INF),
+    "a large number": lambda scores, n, bias: added(scores, ~within(n), -10.0),
+    "other scores": lambda scores, n, bias: scores.masked_fill(~causal(), 0.0),
+}
+LEFT = tuple(OTHERS)[10:]
 
 
 class Sinks(nn.Module):
     """Attention as transformers writes it for gpt-oss, or otherwise.
 
     Args:
-        mask: "causal", "window", "padding", "" or "bias".
+        mask: "causal", "window" or "padding" by the lowest number, or one of `OTHERS`.
         way: "shifted" by the maximum, "plain", "scaled" sinks, or "kept" columns of the sinks.
     """
 
@@ -37,8 +76,8 @@ class Sinks(nn.Module):
             shown = shown & (at[:, None] - at < 3)
         if self.mask == "padding":
             shown = (at < lengths[:, None])[:, None, None]
-        if self.mask == "bias":
-            scores = scores + self.bias
+        if self.mask in OTHERS:
+            scores = OTHERS[self.mask](scores, lengths, self.bias)
         elif self.mask:
             least = torch.finfo(scores.dtype).min
             scores = scores + torch.where(shown, torch.zeros((), dtype=scores.dtype), least)
@@ -51,8 +90,8 @@ class Sinks(nn.Module):
         return (weights @ value).sum()
 
 
-def traced(mask: str, way: str) -> tuple[bool, Tensor, Tensor]:
-    """Returns whether the operator was found, and the graph's result and the model's."""
+def traced(mask: str, way: str) -> list[Node]:
+    """Returns the operators found in the graph, which computes what the model does."""
     torch.manual_seed(0)
     model = Sinks(mask, way)
     batch = {
@@ -62,19 +101,22 @@ def traced(mask: str, way: str) -> tuple[bool, Tensor, Tensor]:
     graph = capture_graph(model, (), batch, Options(), Trace(None)).graph
     values = {node.target: batch[node.target] for node in graph.nodes if node.op == "input"}
     (result,) = run(graph, {**values, **dict(model.named_parameters())}).values()
-    return any(node.op == SINKS for node in graph.nodes), result, model(**batch)
+    torch.testing.assert_close(result, model(**batch), rtol=1e-12, atol=1e-12)
+    return [node for node in graph.nodes if node.op == SINKS]
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "padding", ""])
 @pytest.mark.parametrize("way", ["shifted", "plain"])
 def test_it_is_found(mask: str, way: str) -> None:
-    found, result, expected = traced(mask, way)
-    assert found
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert traced(mask, way)
 
 
-@pytest.mark.parametrize(("mask", "way"), [("bias", "shifted"), ("causal", "kept")])
+@pytest.mark.parametrize("mask", [mask for mask in OTHERS if mask not in LEFT])
+def test_masks_that_hide_keys_are_found(mask: str) -> None:
+    (found,) = traced(mask, "plain")
+    assert (len(found.args) == 3 and found.keyword("is_causal") is True) == ("causal" in mask)
+
+
+@pytest.mark.parametrize(("mask", "way"), [*((mask, "plain") for mask in LEFT), ("causal", "kept")])
 def test_other_attention_is_left_alone(mask: str, way: str) -> None:
-    found, result, expected = traced(mask, way)
-    assert not found
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert not traced(mask, way)

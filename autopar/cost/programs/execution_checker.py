@@ -331,7 +331,12 @@ class _Trial:
                 own = known[thread.rank]
                 own[other] = max(own.get(other, 0), time)
         units = self.memory.units
-        for rank, buffer, chunk, promised in promised_chunks(self.plan):
+
+        def first_of(rank: int) -> Value:
+            cell = self.cells.get(self.memory.place(rank, "o", 0))
+            return frozenset((r, unit // units) for r, unit in cell.value) if cell else frozenset()
+
+        for rank, buffer, chunk, promised in promised_chunks(self.plan, first_of):
             for place in range(units):
                 unit, wanted = chunk * units + place, promised
                 if units > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.operators.attention.mask_blocks import Block
+from autopar.operators.attention.blocks import Block
 from autopar.operators.attention.sequences import Run
 
 

@@ -10,10 +10,8 @@ batches of such rows.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,7 +19,7 @@ from autopar.errors import OptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import part_of
-from autopar.operators.attention.sequence_forms import KINDS, ROWS, SEEN, seen
+from autopar.operators.attention.sequence_forms import KINDS, SEEN, seen
 from autopar.operators.form import Part
 
 DOCUMENTS = "documents"  # a keyword of attention, for prices only
@@ -60,102 +58,24 @@ class DocumentLengths:
     def __str__(self) -> str:
         return " ".join(map(str, self.sample)) or UNKNOWN
 
-    def balanced(self, size: int, rows: int, devices: int, causal: bool) -> float:
-        """Returns the mean share of all keys that the busiest device reads for a query.
+    def batches(self, size: int, rows: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Returns the first positions of the documents of each row, for a few batches.
 
         Args:
             size: number of positions of a row.
-            rows: number of rows of a batch, which share the distribution of queries over devices.
-            devices: number of devices.
-            causal: whether queries attend only to earlier keys.
+            rows: number of rows of a batch.
         """
-        return _balanced(self, size, rows, devices, causal)
-
-    def contiguous(self, size: int, rows: int, devices: int, causal: bool) -> float:
-        """Returns the mean share of all keys that a query of the busiest device attends to.
-
-        The devices have contiguous parts. The arguments are those of `balanced`.
-        """
-        return _contiguous(self, size, rows, devices, causal)
-
-    def turns(self, size: int, rows: int, devices: int, causal: bool) -> float:
-        """Returns the mean number of turns of a ring in which a device attends to a key.
-
-        The arguments are those of `balanced`.
-        """
-        return _turns(self, size, rows, devices, causal)
-
-
-@functools.cache
-def _balanced(lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool) -> float:
-    total = 0.0
-    for starts in _batches(lengths, size, rows):
-
-        def work(run: Run, starts: list[list[int]] = starts) -> int:
-            low, high = _span(starts, run, size, causal)
-            return run[1] * (high - low)
-
-        given = dealt(size, work, devices)
-        total += max(sum(map(work, own)) for own in given) * devices / size**2
-    return total / _BATCHES
-
-
-@functools.cache
-def _contiguous(
-    lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool
-) -> float:
-    total = 0.0
-    for starts in _batches(lengths, size, rows):
-        loads = []
-        for first, count in (part_of(size, devices, at) for at in range(devices)):
-            work = 0.0
-            for at in range(first, first + count, ROWS):
-                run = at, min(ROWS, first + count - at)
-                low, high = _span(starts, run, size, causal)
-                work += run[1] * (high - low - causal * (run[1] - 1) / 2)
-            loads.append(work / count if count else 0.0)
-        total += max(loads) / size
-    return total / _BATCHES
-
-
-@functools.cache
-def _turns(lengths: DocumentLengths, size: int, rows: int, devices: int, causal: bool) -> float:
-    parts, total = [part_of(size, devices, at) for at in range(devices)], 0
-    for starts in _batches(lengths, size, rows):
-        spans = [_span(starts, part, size, causal) for part in parts]
-        active = {
-            (device - source) % devices
-            for device, (low, high) in enumerate(spans)
-            for source, (first, count) in enumerate(parts)
-            if first < high and low < first + count
-        }
-        total += len(active)
-    return total / _BATCHES
-
-
-def _batches(lengths: DocumentLengths, size: int, rows: int) -> list[list[list[int]]]:
-    """Returns the first positions of the documents of each row, for some batches."""
-    documents, batches = itertools.cycle(lengths.sample), []
-    for _ in range(_BATCHES):
-        batch = []
-        for _ in range(rows):
-            starts, at = [], 0
-            while at < size:
-                starts.append(at)
-                at += next(documents)
-            batch.append(starts)
-        batches.append(batch)
-    return batches
-
-
-def _span(batch: list[list[int]], run: Run, size: int, causal: bool) -> Run:
-    """Returns first key and end of the keys to which some queries attend in any row."""
-    first, last = run[0], sum(run) - 1
-    low = min(starts[bisect_right(starts, first) - 1] for starts in batch)
-    if causal:
-        return low, last + 1
-    ends = ([*starts, size][bisect_right(starts, last)] for starts in batch)
-    return low, max(ends)
+        documents, batches = itertools.cycle(self.sample), []
+        for _ in range(_BATCHES):
+            batch = []
+            for _ in range(rows):
+                starts, at = [], 0
+                while at < size:
+                    starts.append(at)
+                    at += next(documents)
+                batch.append(tuple(starts))
+            batches.append(tuple(batch))
+        return batches
 
 
 def dealt(size: int, work: Callable[[Run], int], devices: int) -> list[tuple[Run, ...]]:

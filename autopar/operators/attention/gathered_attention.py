@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators.attention.part_sums import GradientSum, Result
-from autopar.operators.attention.partial_attention import Attention, settled
+from autopar.operators.attention.partial_attention import Attention, row_maxima
 from autopar.operators.attention.ring_attention import Ring, RingStep
 from autopar.operators.attention.sequences import Run, length
 from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
@@ -60,26 +60,26 @@ class _GatheredAttention(torch.autograd.Function):
         ring: Ring,
         sinks: Tensor | None,
     ) -> Tensor:
-        parts, mask = Result(query, key, value, how), mask if sinks is not None else settled(mask)
-        for turn, _ in _Rows(key, value, ring).turns(query, mask, how):
+        parts, masks = Result(query, key, value, how), (mask, row_maxima(mask))
+        for turn, _ in _Rows(key, value, ring).turns(query, masks, how):
             turn.attend(parts)
         out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, lse, sinks)
+        ctx.save_for_backward(query, key, value, *masks, result, lse, sinks)
         ctx.how, ctx.ring = how, ring
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
+        query, key, value, mask, most, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
         rows = _Rows(key, value, ring)
         additive = ctx.needs_input_grad[3]
         into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
         into, met = GradientSum(query), 0
         owed = lse.new_empty((sum(map(length, ring.keys)), rows.width))
-        for turn, run in rows.turns(query, mask, ctx.how):
+        for turn, run in rows.turns(query, (mask, most), ctx.how):
             pair = [GradientSum(x, x) for x in rows.opened(owed.narrow(0, *run))]
             turn.differentiate((lse, gradients[0], out), (into, pair[0], pair[1]), into_mask)
             for part in pair:
@@ -118,10 +118,16 @@ class _Rows:
         return sum(math.prod(x.shape[:-2]) * x.shape[-1] for x in (self.key, self.value))
 
     def turns(
-        self, query: Tensor, mask: Tensor | None, how: Attention
+        self, query: Tensor, masks: tuple[Tensor | None, Tensor | None], how: Attention
     ) -> Iterator[tuple[RingStep, Run]]:
-        """Yields the turns of a device, with the positions of the keys of each."""
-        ring = self.ring
+        """Yields the turns of a device, with the positions of the keys of each.
+
+        Args:
+            query: this device's queries.
+            masks: their mask, and the largest elements of its rows, as in `row_maxima`.
+            how: options of attention.
+        """
+        ring, (mask, most) = self.ring, masks
         me, size = ring.peers.index, ring.peers.size
         sent = self.key.new_empty((ring.longest(), self.width))
         for x, part in zip(
@@ -131,7 +137,7 @@ class _Rows:
         wait = ring.peers.stack(sent)
         run = 0, sum(map(length, ring.keys))
         if how.causal and ring.keys[me] == ring.queries[me]:
-            yield RingStep(query, self.key, self.value, mask, how, ring, 0), ring.keys[me][0]
+            yield RingStep(query, self.key, self.value, mask, how, ring, 0, most), ring.keys[me][0]
             run = 0, ring.keys[me][0][0]  # keys of earlier devices
             ring = replace(ring, keys=[(run,)] * size)
         else:
@@ -141,7 +147,7 @@ class _Rows:
             keys, values = self.opened(self._in_order(stacked)[: run[1]])
             if query.is_cpu:  # whose kernel is 10 % slower if keys and values are interleaved
                 keys, values = keys.contiguous(), values.contiguous()
-            yield RingStep(query, keys, values, mask, how, ring, 0), run
+            yield RingStep(query, keys, values, mask, how, ring, 0, most), run
 
     def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values in rows."""

@@ -61,7 +61,13 @@ class Attention:
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention, ahead: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    how: Attention,
+    ahead: int,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns attention over some keys, in at least float32, and the lse of each query.
 
@@ -71,6 +77,7 @@ def partial_attention(
         mask: bool or additive, broadcast to [..., heads, queries, keys]; None for none.
         how: options of attention.
         ahead: position of the first query minus that of the first key, for a causal mask.
+        most: the numbers to subtract from masked scores, as in `row_maxima`; None for none.
 
     Returns:
         [..., heads, queries, width of values] and [..., heads, queries, 1]. A query without keys
@@ -80,25 +87,24 @@ def partial_attention(
     if fuses(query, keys, values, ahead if how.causal else None, mask):
         out, lse = fused(query, keys, values, how.causal, how.factor(query), mask)
         return widened(out), lse
-    scores = _scores(query, keys, mask, how, ahead)
+    scores = _scores(query, keys, (mask, most), how, ahead)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - _finite(lse)).exp()
     return weights @ widened(values), lse
 
 
-def settled(mask: Tensor | None) -> Tensor | None:
-    """Returns a mask with infinite rows in place of rows that hide every key by the lowest number.
+def row_maxima(mask: Tensor | None) -> Tensor | None:
+    """Returns the largest element of each row of an additive mask, [..., queries, 1].
 
-    A score plus the lowest number is that number, so all keys of such a row get equal weights. The
-    lse of the row would not show the number of keys.
+    It is None without such a mask, or if all are small. If an element such as -1e9 hides all keys
+    of a query, scores and lse have lost the digits that the number of keys changes. Subtracted from
+    the masked scores, it leaves the weights, and the lse keeps these digits.
     """
     if mask is None or not mask.is_floating_point():
-        return mask
+        return None
     most = mask.detach().amax(-1, keepdim=True)
-    hides = (most <= torch.finfo(mask.dtype).min / 2) & (most > -torch.inf)
-    if not hides.is_cuda and not bool(hides.any()):
-        return mask
-    return mask.masked_fill(hides, torch.inf)
+    most = most.masked_fill(most.isinf(), 0)
+    return most if most.is_cuda or bool((most.abs() > 1).any()) else None
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -147,12 +153,13 @@ def partial_gradients(
     how: Attention,
     ahead: int,
     after: Sequence[Tensor],
+    most: Tensor | None = None,
 ) -> Gradients:
     """Returns the contributions of some keys to the gradients, in at least float32.
 
     Args:
         tensors: query, key and value, as in `partial_attention`.
-        mask, how, ahead: as in `partial_attention`.
+        mask, how, ahead, most: as in `partial_attention`.
         after: lse of the queries over all keys, [..., heads, queries, 1], the gradient of the
             result, and the result.
     """
@@ -167,7 +174,7 @@ def partial_gradients(
         return Gradients(into, how.summed(into_key, key), how.summed(into_value, value), None)
     keys, values, given = widened(keys), widened(values), widened(given)
     delta = (given * out).sum(-1, keepdim=True)
-    weights = (_scores(query, keys, mask, how, ahead) - _finite(lse)).exp()
+    weights = (_scores(query, keys, (mask, most), how, ahead) - _finite(lse)).exp()
     scores = weights * (given @ values.mT - delta)
     additive = mask is not None and mask.is_floating_point()
     return Gradients(
@@ -178,12 +185,21 @@ def partial_gradients(
     )
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, how: Attention, ahead: int) -> Tensor:
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    how: Attention,
+    ahead: int,
+) -> Tensor:
+    mask, most = masks
     scores = widened(query) @ widened(key).mT * how.factor(query)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:  # a query without keys weights all keys equally, see `settled`
-        scores = (scores + mask).masked_fill(mask == torch.inf, 0)
+    elif mask is not None:
+        scores = scores + mask
+    if most is not None:
+        scores = scores - most
     if how.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(ahead)
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -25,7 +25,7 @@ from autopar.operators.attention.partial_attention import (
     Attention,
     partial_attention,
     partial_gradients,
-    settled,
+    row_maxima,
 )
 from autopar.operators.attention.sequences import Order, Run, contiguous, length
 from autopar.operators.attention.sink_attention import add_sinks, sink_gradients
@@ -159,26 +159,26 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring,
         sinks: Tensor | None,
     ) -> Tensor:
-        parts, mask = Result(query, key, value, how), mask if sinks is not None else settled(mask)
+        parts, most = Result(query, key, value, how), row_maxima(mask)
         for turn, keys, values in _blocks(key, value, ring, how.causal):
-            RingStep(query, keys, values, mask, how, ring, turn).attend(parts)
+            RingStep(query, keys, values, mask, how, ring, turn, most).attend(parts)
         out, lse = add_sinks(*parts.total(), sinks)
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, lse, sinks)
+        ctx.save_for_backward(query, key, value, mask, most, result, lse, sinks)
         ctx.how, ctx.ring = how, ring
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
+        query, key, value, mask, most, out, lse, sinks = ctx.saved_tensors
         how, ring = ctx.how, ctx.ring
         into, additive = GradientSum(query), ctx.needs_input_grad[3]
         into_mask = torch.zeros_like(mask, dtype=lse.dtype) if additive else None
         sums = _KeySums(key, value, ring, how.causal)
         for turn, keys, values in _blocks(key, value, ring, how.causal):
             pair = GradientSum(keys), GradientSum(values)
-            part = RingStep(query, keys, values, mask, how, ring, turn)
+            part = RingStep(query, keys, values, mask, how, ring, turn, most)
             part.differentiate((lse, gradients[0], out), (into, *pair), into_mask)
             sums.add(turn, pair)
         masks = None if into_mask is None else into_mask.to(mask.dtype)
@@ -198,6 +198,7 @@ class RingStep:
         how: options of attention.
         ring: the devices.
         number: number of the turn; the keys come from the device that many places before.
+        most: the largest elements of the rows of the mask, as in `row_maxima`.
     """
 
     query: Tensor
@@ -207,6 +208,7 @@ class RingStep:
     how: Attention
     ring: Ring
     number: int
+    most: Tensor | None = None
 
     def attend(self, result: Result) -> None:
         """Merges attention over this block into that over other blocks."""
@@ -214,7 +216,8 @@ class RingStep:
             rows, columns, ahead = meeting.rows, meeting.columns, meeting.ahead
             how = _masked(self.how, ahead)
             part = self._part(rows, columns)
-            result.add(rows, *partial_attention(*part, cut, how, ahead or 0))
+            most = _cut(self.most, rows, (0, 1))
+            result.add(rows, *partial_attention(*part, cut, how, ahead or 0, most))
 
     def differentiate(
         self,
@@ -234,7 +237,8 @@ class RingStep:
             near = [_narrow(x, rows) for x in after]
             how = _masked(self.how, ahead)
             part = self._part(rows, columns)
-            found = partial_gradients(part, cut, how, ahead or 0, near)
+            most = _cut(self.most, rows, (0, 1))
+            found = partial_gradients(part, cut, how, ahead or 0, near, most)
             sums[0].add(rows, found.query)
             sums[1].add(columns, found.key)
             sums[2].add(columns, found.value)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.operators.attention.mask_blocks import Block, visible
+from autopar.operators.attention.blocks import Block
+from autopar.operators.attention.mask_blocks import visible
 from autopar.operators.attention.part_sums import GradientSum, Result
 from autopar.operators.attention.partial_attention import (
     Attention,

@@ -10,12 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from autopar.ir.graph import Ref
-from autopar.operators.attention.document_lengths import (
-    BLOCKS,
-    lengths_of,
-    rows_of,
-    sees_later_keys,
-)
+from autopar.operators.attention.block_work import balanced_share, masks_of
+from autopar.operators.attention.document_lengths import BLOCKS
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -80,13 +76,11 @@ def _sends(part: Part) -> Calls:
 
 
 def _work(part: Part) -> NodeWork:
-    """Returns the work of a device's blocks, each of which reads one block more than a query."""
-    count, keys, lengths = part.ways(split(part)), Sizes.of(part).every, lengths_of(part.node)
-    share = min(1.0, seen(part.node) + 1.0 / (BLOCKS * count))
-    if lengths.sample:
-        causal = not sees_later_keys(part.node, keys)
-        share = min(share, lengths.balanced(keys, rows_of(part), count, causal))
-    return kernels(part, share)
+    """Returns the work of the busiest device's blocks, or of a block more than a query sees."""
+    count, masks = part.ways(split(part)), masks_of(part)
+    if masks:
+        return kernels(part, balanced_share(masks, count))
+    return kernels(part, min(1.0, seen(part.node) + 1.0 / (BLOCKS * count)))
 
 
 def _scratch(part: Part) -> tuple[float, float]:

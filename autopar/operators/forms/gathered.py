@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.operators.attention.document_lengths import lengths_of, rows_of, sees_later_keys
+from autopar.operators.attention.block_work import gathered_share, masks_of
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -61,12 +61,10 @@ def _sends(part: Part) -> Calls:
 
 def _work(part: Part) -> NodeWork:
     """Returns the work of the busiest device; the last one attends to nearly all keys if causal."""
-    count, keys, lengths = part.ways(split(part)), Sizes.of(part).every, lengths_of(part.node)
-    share = busiest_share(part.node, keys, count)
-    if lengths.sample:
-        causal = not sees_later_keys(part.node, keys)
-        share = min(share, lengths.contiguous(keys, rows_of(part), count, causal))
-    return kernels(part, share)
+    count, masks = part.ways(split(part)), masks_of(part)
+    if masks:
+        return kernels(part, gathered_share(masks, count))
+    return kernels(part, busiest_share(part.node, Sizes.of(part).every, count))
 
 
 def _scratch(part: Part) -> tuple[float, float]:

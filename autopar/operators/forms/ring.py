@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.operators.attention.document_lengths import lengths_of, rows_of, sees_later_keys
+from autopar.operators.attention.block_work import masks_of, ring_share
 from autopar.operators.attention.sequence_forms import (
     ATTENTION,
     Sizes,
@@ -64,14 +64,12 @@ def _work(part: Part) -> NodeWork:
 
     Under a causal mask, all devices have half a block in the first turn, and in every further turn
     some device has a whole block, although all blocks together are half of the square. Under a mask
-    of documents, a turn takes no time if no query of a device attends to a key of the block.
+    of documents or a window, devices compute the blocks that the mask leaves.
     """
-    count, lengths = _turns(part), lengths_of(part.node)
-    if lengths.sample:
-        keys = part.types[1].shape[-2]
-        causal = not sees_later_keys(part.node, keys)
-        active = lengths.turns(keys, rows_of(part), count, causal)
-        return kernels(part, active / count, max(1, round(active)))
+    count, masks = _turns(part), masks_of(part)
+    if masks:
+        share, turns = ring_share(masks, count)
+        return kernels(part, share, round(turns))
     share = (count - 0.5) / count if is_causal(part.node) else 1.0
     return kernels(part, share, count)
 

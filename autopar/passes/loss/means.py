@@ -64,10 +64,19 @@ def lower_means(graph: Graph) -> Graph:
 
 
 def is_whole_mean(graph: Graph, node: Node) -> bool:
-    """Returns whether `lower_means` created a node from a mean over all elements."""
+    """Returns whether `lower_means` created a node from a mean over all elements.
+
+    It divides a sum by the number of its terms. A model may divide a sum by a constant that equals
+    this number for one size of the batch only, so the name of the sum tells whose division it is.
+    """
     if node.op != "aten.div.Tensor" or node.type.shape != () or len(node.inputs) != 1:
         return False
-    return node.inputs[0].startswith(_total_name(node))  # a number may follow
+    total = graph[node.inputs[0]]
+    if not total.name.startswith(_total_name(node)):  # a number may follow
+        return False
+    if total.op in ("aten.sum", "aten.sum.dim_IntList"):
+        return node.args[1] == graph[total.inputs[0]].type.numel
+    return reduction_of(total) == SUM
 
 
 def _total_name(node: Node) -> str:

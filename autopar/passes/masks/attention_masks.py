@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.ir.graph import Arg, Graph, Node, Ref
-from autopar.ir.rewrite import Editor, argument, rewrite, writes
+from autopar.ir.rewrite import Editor, argument, rewrite
 from autopar.operators.attention.sequence_forms import KINDS, SEEN, SINKS
-from autopar.operators.interpret import execute
+from autopar.passes.masks.constant_masks import (
+    ANDS,
+    constant_numbers,
+    constant_value,
+    shown_by,
+    unexpanded,
+)
 from autopar.passes.masks.mask_intervals import kind_by_intervals, seen_at_most
-
-# Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.
-_LARGEST = 2**28
-
-
-_ANDS = {"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and"}
 
 
 def simplify_masks(graph: Graph) -> Graph:
@@ -29,18 +27,18 @@ def simplify_masks(graph: Graph) -> Graph:
     A look-up `x[i, j]` whose indices cover each dimension in order is a reshape of x, and an `and`
     with a constant that is true everywhere is its other operand.
     """
-    numbers = _constants(graph)
+    numbers = constant_numbers(graph)
 
     def simplify(node: Node, editor: Editor) -> Node | Ref | None:
         constants = [name for name in graph[node.name].inputs if name in numbers]
         if node.name in numbers or not constants or len(node.inputs) < 2:
             return None
         if node.op == "aten.index.Tensor" and len(constants) == len(node.inputs) - 1:
-            indices = [_evaluate(graph, name) for name in graph[node.name].inputs[1:]]
+            indices = [constant_value(graph, name) for name in graph[node.name].inputs[1:]]
             if _everything(editor[node.inputs[0]].type.shape, indices):
                 shape = node.type.shape
                 return replace(node, op="aten.reshape", args=(node.args[0], shape), kwargs=())
-        if node.op in _ANDS and _kind_of(graph, constants[0]) == "full":
+        if node.op in ANDS and _kind_of(graph, constants[0]) == "full":
             place = graph[node.name].inputs.index(constants[0])
             other = Ref(node.inputs[1 - place])
             if editor[other.name].types == node.types:
@@ -76,7 +74,7 @@ def causal_masks(graph: Graph) -> Graph:
     equal subgraphs. It may be bool, or float with 0 where attention is allowed and the dtype's
     lowest value or less elsewhere. Any other mask stays.
     """
-    numbers = _constants(graph)
+    numbers = constant_numbers(graph)
     kinds: dict[int, str] = {}
 
     def replace_mask(node: Node, editor: Editor) -> Node | None:
@@ -106,121 +104,17 @@ def causal_masks(graph: Graph) -> Graph:
     return rewrite(graph, replace_mask)
 
 
-def _constants(graph: Graph) -> dict[str, int]:
-    """Numbers values that depend on no leaf and no randomness; equal values get equal numbers."""
-    numbers: dict[str, int] = {}
-    seen: dict[str, int] = {}
-    for node in graph.nodes:
-        if node.is_leaf or writes(node) or any(name not in numbers for name in node.inputs):
-            continue
-        if not _deterministic(node.op):
-            continue
-        plain = node.map_refs(lambda name: Ref(str(numbers[name])))
-        numbers[node.name] = seen.setdefault(repr((plain.op, plain.args, plain.kwargs)), len(seen))
-    return numbers
-
-
-def _deterministic(op: str) -> bool:
-    """Returns whether torch has the operator and it draws no random numbers."""
-    if op in ("getitem", "autopar.detach", "autopar.share"):
-        return True
-    return _overload(op) is not None and not _has_tag(op, torch.Tag.nondeterministic_seeded)
-
-
-def _overload(op: str) -> Any:
-    """Returns torch's operator of that name, None if it has none."""
-    namespace, name, overload = (*op.split("."), "default", "default")[:3]
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return getattr(packet, overload, None)
-
-
-def _has_tag(op: str, tag: torch.Tag) -> bool:
-    return tag in getattr(_overload(op), "tags", ())
-
-
-def _elementwise(op: str) -> bool:
-    """Returns whether each element of the result depends only on the operands' same element."""
-    return _has_tag(op, torch.Tag.pointwise) or op in _ANDS or op.startswith("aten.to.")
-
-
-def _views(op: str) -> bool:
-    """Returns whether the result shares its operand's storage."""
-    schema = getattr(_overload(op), "_schema", None)
-    return schema is not None and any(result.alias_info for result in schema.returns)
-
-
-def _evaluate(graph: Graph, name: str) -> Tensor | None:
-    """Returns the value `name`, computed on the CPU; None if that would need too much memory.
-
-    Repetitions of a mask for every sequence of the batch are computed once: elementwise operators
-    see one element of every repeated dimension.
-    """
-    needed = {name}
-    stack = [name]
-    while stack:
-        for read in graph[stack.pop()].inputs:
-            if read not in needed:
-                needed.add(read)
-                stack.append(read)
-    left = {n: sum(user in needed for user in graph.users[n]) for n in needed}
-    results: dict[str, Tensor] = {}
-    for node in graph.nodes:
-        if node.name not in needed:
-            continue
-        reads = {read: results[read] for read in node.inputs}
-        elementwise = bool(reads) and _elementwise(node.op)
-        if elementwise:
-            reads = {read: _unexpanded(value) for read, value in reads.items()}
-        size = node.type.numel
-        if elementwise:
-            size = math.prod(torch.broadcast_shapes(*(value.shape for value in reads.values())))
-        if size > _LARGEST and (elementwise or not _views(node.op)):
-            return None
-        value = execute(node, reads, torch.device("cpu"))
-        results[node.name] = (value if elementwise else _repeating(value)).expand(node.type.shape)
-        for read in dict.fromkeys(node.inputs):
-            left[read] -= 1
-            if not left[read]:
-                del results[read]
-    return results[name]
-
-
-def _unexpanded(value: Tensor) -> Tensor:
-    """Returns `value` with one element along each expanded dimension."""
-    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            value = value.narrow(dim, 0, 1)
-    return value
-
-
-def _repeating(value: Tensor) -> Tensor:
-    """Returns `value` with one element along each dimension whose elements are all equal."""
-    value = _unexpanded(value)
-    for dim, size in enumerate(value.shape):
-        first = value.narrow(dim, 0, min(size, 1))
-        if size > 1 and bool((value == first).all()):
-            value = first
-    return value
-
-
 def _kind_of(graph: Graph, name: str) -> str:
     """Returns "full", "causal" or "" for a mask that depends on no input."""
-    known = kind_by_intervals(graph, name, partial(_evaluate, graph))
-    return known or _kind(_evaluate(graph, name))
+    known = kind_by_intervals(graph, name, partial(constant_value, graph))
+    return known or _kind(constant_value(graph, name))
 
 
 def _kind(mask: Tensor | None) -> str:
     """Returns "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
+    mask = shown_by(None if mask is None else unexpanded(mask))
     if mask is None:
         return ""
-    mask = _unexpanded(mask)
-    if mask.dtype != torch.bool:
-        if not mask.dtype.is_floating_point:
-            return ""
-        hidden = mask <= torch.finfo(mask.dtype).min
-        if not bool(((mask == 0) | hidden).all()):
-            return ""
-        mask = ~hidden
     if bool(mask.all()):
         return "full"
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
@@ -235,11 +129,11 @@ def note_seen(graph: Graph) -> Graph:
 
     A window is known before training. Of a mask of documents, only causality is known.
     """
-    numbers = _constants(graph)
+    numbers = constant_numbers(graph)
     shares: dict[str, float] = {}
 
     def evaluate(name: str) -> Tensor | None:
-        return _evaluate(graph, name) if name in numbers else None
+        return constant_value(graph, name) if name in numbers else None
 
     def note(node: Node, editor: Editor) -> Node | None:
         mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)

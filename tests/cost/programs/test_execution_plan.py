@@ -159,6 +159,80 @@ def test_broken_plans_are_caught(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+def around(ranks: int, *changes: tuple[int, int, dict[str, Any]]) -> str:
+    """Each GPU sends its input to the next, as MSCCL++'s example for several nodes does.
+
+    Args:
+        ranks: number of GPUs.
+        changes: rank, place and operation that takes the place of another.
+    """
+    gpus = []
+    for rank in range(ranks):
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        put = {**move("pws", own("i", 0, 2), far(0, 0, 2)), "channel_ids": [1]}
+        ops = [
+            {"name": "signal", "channel_ids": [0], "channel_type": "port"},
+            {"name": "wait", "channel_ids": [1], "channel_type": "port"},
+            {**put, "channel_type": "port"},
+            {"name": "wait", "channel_ids": [0], "channel_type": "port"},
+        ]
+        for _, place, op in (change for change in changes if change[0] == rank):
+            ops[place] = op
+        gpus.append(
+            {
+                "id": rank,
+                "input_chunks": 2,
+                "output_chunks": 2,
+                "scratch_chunks": 0,
+                "channels": [{"channel_type": "port", "connected_to": [before, after]}],
+                "remote_buffers": [
+                    {"rank": after, "type": "o", "access_channel_types": ["port"]},
+                ],
+                "threadblocks": [
+                    {
+                        "id": 0,
+                        "channels": [{"channel_type": "port", "channel_ids": [0, 1]}],
+                        "remote_buffer_refs": [
+                            {"access_channel_type": "port", "remote_buffer_ids": [0]}
+                        ],
+                        "ops": ops,
+                    }
+                ],
+            }
+        )
+    head = {"name": "around", "collective": "sendrecv", "protocol": "Simple", "inplace": False}
+    return json.dumps({**head, "gpus": gpus})
+
+
+def test_messages_between_ranks_are_checked_and_priced() -> None:
+    """All links carry one message at the same time."""
+    found = ExecutionPlan.parse(around(4))
+    assert ExecutionPlan.parse(str(found)) == found
+    sent = [(each.source, each.target, each.chunks) for each in check_plan(found)]
+    assert sorted(sent) == [(rank, (rank + 1) % 4, 2) for rank in range(4)]
+    assert simulate_plan(found, [Level(4, 1e9, 1e-6)], 1e6).seconds == pytest.approx(1e-3 + 1e-6)
+
+
+NOTHING = {"name": "nop"}
+PUT = {"name": "pws", "channel_ids": [1], "channel_type": "port"}
+
+
+@pytest.mark.parametrize(
+    ("ops", "says"),
+    [
+        ((NOTHING, NOTHING, move("copy", own("i", 0, 2), own("o", 0, 2)), NOTHING), "of one other"),
+        ((NOTHING, NOTHING, NOTHING, NOTHING), "of one other"),
+        ((None, None, {**move("", own("i", 0), far(0, 0)), **PUT}, None), "the wrong chunk 1"),
+        ((None, None, {**move("", own("i", 1), far(0, 0)), **PUT}, None), "the wrong chunk 0"),
+        ((None, None, None, NOTHING), "does not wait for it"),
+    ],
+)
+def test_messages_that_miss_a_rank_are_caught(ops: tuple[Any, ...], says: str) -> None:
+    changes = [(rank, at, op) for rank in range(3) for at, op in enumerate(ops) if op]
+    with pytest.raises(CollectiveError, match=says):
+        check_plan(ExecutionPlan.parse(around(3, *changes)))
+
+
 def test_a_race_is_caught_whatever_came_of_it() -> None:
     """A GPU reads what another one is about to write, or writes it, without having waited."""
     get = {
