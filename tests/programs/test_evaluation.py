@@ -357,6 +357,12 @@ def parts_of_unequal_sizes(path: Path) -> None:
         program.step(**batch(4 - dist.get_rank(), 1))
     assert program.step(**batch(4, 2)).isfinite()
     loaders_resume(program, path)
+    ragged = autopar.compile(classifier(0.0), LINE, batches="local", shapes=2)
+    ragged.step(**batch(4, 0))
+    with pytest.raises(BatchError, match="different shapes") as caught:  # one of them is known
+        ragged.step(**batch(4 - dist.get_rank(), 1))
+    assert "passes labels i64[3], x f64[3, 8]; rank 0 passes labels i64[4]" in caught.value.why
+    assert ragged.step(**batch(4, 2)).isfinite()
 
 
 def parted(ways: tuple[str, ...]) -> None:
