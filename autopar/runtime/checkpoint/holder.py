@@ -135,8 +135,8 @@ def loader_state(index: Index, part: PartOfBatch) -> dict[str, Any]:
     if set(states) != set(map(str, range(part.world))):
         raise CheckpointError(
             "the checkpoint has the states of other loaders",
-            why=f"batches had {len(states)} parts when it was saved, and have {part.world} now; "
-            "a loader of one part cannot continue those of several",
+            why=f"it has one for each part of a batch: {len(states)} when it was saved, "
+            f"{part.world} now",
             todo="load it without loader=, and begin the epoch again or skip what was read",
         )
     state: dict[str, Any] = decode(states[str(part.rank)])
