@@ -26,6 +26,7 @@ from autopar.capture.experts.expert_masks import ExpertMasks
 from autopar.capture.experts.row_counts import RowCounts
 from autopar.capture.lost_calls import SWITCHED, accessed, lost_call
 from autopar.capture.stand_ins.ctc_loss import ctc_loss
+from autopar.capture.stand_ins.known_ranges import KnownRanges
 from autopar.capture.stand_ins.random_branches import RandomBranches
 from autopar.capture.stand_ins.selected import apply, selects
 from autopar.capture.torch_functions import opened
@@ -102,7 +103,7 @@ class Watch(TorchFunctionMode):
         self._gradients = GradientsInAutocast()
         self._counts, self._masks = RowCounts(), ExpertMasks()
         self._loops = ExpertLoops(self._masks.choices)
-        self._draws = RandomBranches()
+        self._draws, self._ranges = RandomBranches(), KnownRanges()
 
     def __torch_function__(
         self,
@@ -136,6 +137,9 @@ class Watch(TorchFunctionMode):
             return truth
         if name == "ctc_loss":
             return ctc_loss(*args, **kwargs)
+        found = self._ranges.call(name, args, kwargs)
+        if found is not NotImplemented:
+            return found
         if selects(name, (*args, *kwargs.values())):
             return apply(func, args, kwargs, self._gradients.off)
         for stand_ins in (self._counts, self._loops):
@@ -160,6 +164,7 @@ class Watch(TorchFunctionMode):
         self._loops.note(name, args, kwargs, result)
         self._counts.note(name, args, result)
         self._draws.note(name, args, result)
+        self._ranges.note(name, args, result)
         return self._masks.choices.noted(name, args, kwargs, result)
 
 

@@ -54,7 +54,8 @@ class Strategy:
             factor = part.rpartition(TOGETHER)[2]
             if factor in sizes:
                 largest[factor] = -(-largest[factor] // mesh.axis_size(axis))
-        return math.prod(largest[factor] / sizes[factor] for factor in sizes)
+        # A tensor without elements has a factor of size 0, and nothing to compute.
+        return math.prod(largest[factor] / size for factor, size in sizes.items() if size)
 
 
 def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:

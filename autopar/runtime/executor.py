@@ -316,7 +316,7 @@ class Executor:
 
     def close(self) -> None:
         """Releases threads, descriptors and process groups; no call works afterwards."""
-        self.watch.close()
+        self.watch.leave()
         self.runtime.close()
 
     @property

@@ -15,6 +15,7 @@ from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, CaptureError, ProgramError
 from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
+from autopar.runtime.calls.batches import OF_SHAPE
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.local_updates import LocalUpdates
@@ -117,6 +118,13 @@ class Variants:
             if inputs is not None:
                 return program, inputs
         return None
+
+    def announcement(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> str:
+        """Returns the text by which ranks compare a call that needs a new program."""
+        given = {f"argument {n}": value for n, value in enumerate(args)} | kwargs
+        tensors = ((name, value) for name, value in given.items() if isinstance(value, Tensor))
+        types = ", ".join(f"{name} {tensor_type(value)}" for name, value in sorted(tensors))
+        return f"{'step' if training else 'forward'}{OF_SHAPE}{types}"
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Runnable:
         """Compiles the program for a batch; every rank must call it.

@@ -269,7 +269,7 @@ class Session(Trained, Checkpointed, Evaluating, Generating, Pretrained, Metered
             return known
         # Compare calls first: a rank that already has a program would wait in another call.
         executor = self._ready()
-        executor.meet("step" if training else "forward")
+        executor.meet(variants.announcement(args, kwargs, training))
         with executor.watch:
             program = variants.add(args, kwargs, training)
         return program, program.captured.inputs.flatten(args, kwargs)

@@ -347,3 +347,31 @@ def test_losses_of_alignments_are_those_of_torch() -> None:
             torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (mine, theirs)
         )
         torch.testing.assert_close(own, wanted)
+
+
+class Placed(nn.Module):
+    """Adds the positions of its columns, which begin at a value; `late` of them after a write."""
+
+    def __init__(self, late: int = 0) -> None:
+        super().__init__()
+        self.scale, self.late = nn.Parameter(torch.ones(3)), late
+
+    def forward(self, x: Tensor, start: Tensor) -> Tensor:
+        first: Any = start[0]
+        end = first + 3 - self.late if self.late else first + 3
+        if self.late:
+            end += self.late
+        places = torch.arange(first, end, dtype=torch.float32)
+        loss: Tensor = (x * self.scale + places).square().mean()
+        return loss
+
+
+def test_a_range_of_known_length_begins_at_a_value() -> None:
+    model, x = Placed(), torch.randn(4, 3)
+    captured = capture(model, (x, torch.tensor([2])))
+    for start in (2, 9):
+        batch = {"x": x, "start": torch.tensor([start])}
+        mine = run(captured.graph, values_of(captured, model, batch))["loss"]
+        assert_close(mine, model(**batch))
+    with pytest.raises(CaptureError, match="sizes"):
+        capture(Placed(late=1), (x, torch.tensor([2])))

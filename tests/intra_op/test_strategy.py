@@ -176,6 +176,14 @@ def test_flops_and_shares() -> None:
         assert strategy.share(signature.sizes, MESH) == 0.5**count
 
 
+def test_an_empty_tensor_is_no_work_to_share() -> None:
+    node = Node("y", "neg", (), (), (TensorType("f64", (4, 0)),))
+    signature = resolve(rule("neg", "a b -> a b"), node, node.types, node.types)
+    shares = {str(s): s.share(signature.sizes, MESH) for s in strategies(signature, MESH)}
+    assert shares["whole"] == 1.0
+    assert shares["a@node a@gpu"] == 0.25
+
+
 def test_the_count_is_all_assignments_that_leave_nobody_empty() -> None:
     add = rule("neg", "a b -> a b")
     node = Node("y", "neg", (), (), (TensorType("f64", (2, 6)),))

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import AutoparError, BatchError, ProgramError
+from autopar.errors import AutoparError, BatchError, CheckpointError, ProgramError
 from autopar.pins import data_parallel, megatron
+from autopar.runtime.calls.input_parts import Part
+from autopar.runtime.checkpoint.holder import loader_state, saved_loader
+from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.pipeline.pipeline_program import _scalar
 from tests.support.one_process import compare_step, compare_weights
 from tests.support.ranks import run_ranks
@@ -310,13 +314,55 @@ def tensors_that_parts_share() -> None:
     assert program.step(**own, scale=scale).isfinite()
 
 
-def parts_of_unequal_sizes() -> None:
+class Shuffled:
+    """Batches in a random order, with the state of one of torchdata's loaders."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.read = torch.Generator().manual_seed(seed), 0
+
+    def next(self) -> dict[str, Tensor]:
+        self.read += 1
+        return batch(4, int(torch.randint(1000, (), generator=self.random)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": self.random.get_state(), "read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.set_state(state["random"])
+        self.read = state["read"]
+
+
+def loaders_resume(program: autopar.Session, path: Path) -> None:
+    """Every rank has a loader in another state, which a checkpoint keeps in the middle of a run."""
+    loader = Shuffled(dist.get_rank())
+    program.step(**loader.next())
+    program.save_checkpoint(path, loader=loader)
+    losses = [program.step(**loader.next()) for _ in range(2)]
+    other = Shuffled(7)
+    program.load_checkpoint(path, loader=other)
+    assert other.read == 1
+    torch.testing.assert_close([program.step(**other.next()) for _ in range(2)], losses)
+    with pytest.raises(CheckpointError, match="no loader is passed by rank 1"):
+        program.save_checkpoint(path, loader=loader if dist.get_rank() == 0 else None)
+    program.save_checkpoint(path)
+    with pytest.raises(CheckpointError, match="has no loader"):
+        program.load_checkpoint(path, loader=loader)
+
+
+def parts_of_unequal_sizes(path: Path) -> None:
     tensors_that_parts_share()
     program = autopar.compile(classifier(0.0), LINE, batches="local")
     program.step(**batch(4, 0))
     with pytest.raises(BatchError, match="different sizes"):
         program.step(**batch(4 - dist.get_rank(), 1))
     assert program.step(**batch(4, 2)).isfinite()
+    loaders_resume(program, path)
+    ragged = autopar.compile(classifier(0.0), LINE, batches="local", shapes=2)
+    ragged.step(**batch(4, 0))
+    with pytest.raises(BatchError, match="different shapes") as caught:  # one of them is known
+        ragged.step(**batch(4 - dist.get_rank(), 1))
+    assert "passes labels i64[3], x f64[3, 8]; rank 0 passes labels i64[4]" in caught.value.why
+    assert ragged.step(**batch(4, 2)).isfinite()
 
 
 def parted(ways: tuple[str, ...]) -> None:
@@ -328,8 +374,15 @@ def test_parts_of_a_batch_on_two_ranks() -> None:
     run_ranks(parted, ("every rank another part", "zero3"), count=2)
 
 
-def test_parts_of_unequal_sizes_are_refused() -> None:
-    run_ranks(parts_of_unequal_sizes, count=2)
+def test_parts_of_unequal_sizes_are_refused_and_loaders_resume(tmp_path: Path) -> None:
+    run_ranks(parts_of_unequal_sizes, tmp_path / "one", count=2)
+
+
+def test_loaders_of_another_number_of_parts_are_refused() -> None:
+    index = Index({}, {"loader": saved_loader(Shuffled(0), Part(0, 1))})
+    with pytest.raises(CheckpointError, match="other loaders") as caught:
+        loader_state(index, Part(0, 2))
+    assert caught.value.why.endswith("1 when it was saved, 2 now")
 
 
 def test_parts_of_a_batch_on_a_grid() -> None:

@@ -31,6 +31,7 @@ _BITS = 20  # in a token; see `step_check.py`
 _KEPT = 64  # calls that are compared one by one to find a difference
 _MOST = 2**62 - 1
 TOKEN = "%token"  # no input has such a name
+OF_SHAPE = " of a new shape: "  # after the kind of a call that needs a program of its own
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,14 @@ class Intake:
 def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> AutoparError:
     """Returns the error that describes how a rank's call differs from an earlier rank's."""
     where = f"rank {rank}"
+    if first.kind != other.kind and _plain(first.kind) == _plain(other.kind):
+        return BatchError(
+            "the ranks pass batches of different shapes",
+            where=where,
+            why=f"it passes {_shape(other)}; rank {first_rank} passes {_shape(first)}",
+            todo="pad the batches of all ranks to one length before you pass them, and drop a last "
+            "batch that is smaller (drop_last=True)",
+        )
     if first.kind != other.kind:
         return RanksDifferError(
             "the ranks make different calls",
@@ -230,6 +239,16 @@ def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> Autop
         why=f"rank {first_rank} has {own}, rank {rank} has {others}",
         todo="change the optimizer's options in the same way on every rank",
     )
+
+
+def _plain(kind: str) -> str:
+    return kind.partition(OF_SHAPE)[0]
+
+
+def _shape(call: _Call) -> str:
+    """Returns the inputs of a call with their types, as text."""
+    new = call.kind.partition(OF_SHAPE)[2]
+    return new or ", ".join(f"{name} {kind}" for name, kind in call.types)
 
 
 def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> BatchError:

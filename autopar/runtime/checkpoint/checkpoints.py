@@ -18,7 +18,7 @@ from autopar.runtime.checkpoint.contents import check_finite
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import ADAPTER, deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
-from autopar.runtime.checkpoint.holder import Holder, Scheduler, fill
+from autopar.runtime.checkpoint.holder import Holder, Stateful, fill, loader_state, saved_loader
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
@@ -75,7 +75,8 @@ class Checkpoints:
         self,
         path: Path,
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
         values: Any = None,
         asynchronous: bool = False,
         allow_nonfinite: bool = False,
@@ -86,7 +87,9 @@ class Checkpoints:
         with ranks_lost(f"the checkpoint {path} was not saved"), self.holder.watch:
             group = self._group()
             self._settle(group)
-            snapshot = self._attempt(scheduler, values, asynchronous, allow_nonfinite)
+            snapshot = self._attempt(
+                partial(self._snapshot, scheduler, loader, values), asynchronous, allow_nonfinite
+            )
             if not asynchronous:
                 write_parts(Writer(path), SavePlanner(snapshot), group)
                 future.set_result(None)
@@ -141,25 +144,30 @@ class Checkpoints:
         """
         self._settle(self._group())
         self.holder.drain()
-        return self._snapshot(None, None).copied()
+        return self._snapshot().copied()
 
     def _attempt(
-        self, scheduler: Scheduler | None, values: Any, copied: bool, allow_nonfinite: bool
+        self, take: Callable[[], Snapshot], copied: bool, allow_nonfinite: bool
     ) -> Snapshot | AutoparError:
         """Returns this rank's snapshot, or the error that the other ranks must learn of."""
         try:
-            snapshot = self._snapshot(scheduler, values)
+            snapshot = take()
             if not allow_nonfinite:
                 check_finite(self.holder.update.optimizer, self.holder.held)
             return snapshot.copied() if copied else snapshot
         except AutoparError as error:
             return error
-        except Exception as error:  # a scheduler may be user code and raise anything
+        except Exception as error:  # a scheduler or loader may be user code and raise anything
             return CheckpointError(
                 "the state of the program cannot be read", why=f"{type(error).__name__}: {error}"
             )
 
-    def _snapshot(self, scheduler: Scheduler | None, values: Any) -> Snapshot:
+    def _snapshot(
+        self,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        values: Any = None,
+    ) -> Snapshot:
         """Returns this rank's current state."""
         holder, names = self.holder, self.names
         if not holder.loaded:
@@ -178,6 +186,7 @@ class Checkpoints:
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
             "tied": dict(names.tied),
             "scheduler": scheduler and encode(scheduler.state_dict(), "the scheduler"),
+            "loader": saved_loader(loader, holder.part),
             "values": encode(values, "values"),
             # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": random_state_text(torch.get_rng_state()),
@@ -200,7 +209,9 @@ class Checkpoints:
 
     # Loading -------------------------------------------------------------------------------------
 
-    def load(self, path: Path, *, scheduler: Scheduler | None = None) -> Any:
+    def load(
+        self, path: Path, *, scheduler: Stateful | None = None, loader: Stateful | None = None
+    ) -> Any:
         """Continues from a checkpoint; see `Session.load_checkpoint`."""
         path = path.absolute()
         with ranks_lost(f"the checkpoint {path} was not loaded"), self.holder.watch:
@@ -208,10 +219,12 @@ class Checkpoints:
             self.holder.drain()
             return publish.reading(
                 lambda: from_first_rank(lambda: publish.read(path)),
-                lambda index: self._go_on(path, index, scheduler),
+                lambda index: self._go_on(path, index, scheduler, loader),
             )
 
-    def _go_on(self, path: Path, index: Index, scheduler: Scheduler | None) -> Any:
+    def _go_on(
+        self, path: Path, index: Index, scheduler: Stateful | None, loader: Stateful | None
+    ) -> Any:
         if scheduler is not None and index.details["scheduler"] is None:
             raise CheckpointError(
                 f"the checkpoint {path} has no scheduler", todo="save it with scheduler=..."
@@ -219,10 +232,14 @@ class Checkpoints:
         random = random_state_of(index.details["random"])
         values = decode(index.details["values"])
         rates = decode(index.details["scheduler"])
+        position = None if loader is None else loader_state(index, self.holder.part)
         self._take_state(index, str(path), partial(self._read, path, index))
         if scheduler is not None:
             with taking("the scheduler"):
                 scheduler.load_state_dict(rates)
+        if loader is not None and position is not None:
+            with taking("the loader"):
+                loader.load_state_dict(position)
         torch.set_rng_state(random)
         return values
 

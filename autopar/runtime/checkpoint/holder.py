@@ -8,16 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.errors import StateError
+from autopar.errors import CheckpointError, StateError
+from autopar.runtime.calls.input_parts import Part as PartOfBatch
 from autopar.runtime.checkpoint.contents import LocalTensor
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.checkpoint.values import decode, encode
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.update import Update
 
 
-class Scheduler(Protocol):
-    """A learning-rate scheduler like those of torch."""
+class Stateful(Protocol):
+    """A learning-rate scheduler like those of torch, or a data loader like that of torchdata."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state needed to continue."""
@@ -58,6 +60,10 @@ class Holder(Protocol):
         """The state of independent replicas; None without any."""
 
     loaded: bool
+
+    @property
+    def part(self) -> PartOfBatch:
+        """The part of a batch that this rank passes."""
 
     @property
     def held(self) -> Sequence[LocalTensor]:
@@ -108,3 +114,30 @@ def fill(holder: Holder, constants: Mapping[str, Tensor], stored: Container[str]
         value = constants.get(h.name)
         if value is not None and not value.is_meta:
             h.tensor.copy_(value[h.box.slices])
+
+
+def saved_loader(loader: Stateful | None, part: PartOfBatch) -> dict[str, Any] | None:
+    """Returns the state of this rank's loader under the number of its part; None without one."""
+    if loader is None:
+        return None
+    return {str(part.rank): encode(loader.state_dict(), "the loader")}
+
+
+def loader_state(index: Index, part: PartOfBatch) -> dict[str, Any]:
+    """Returns the saved state of the loader of a part.
+
+    Raises:
+        CheckpointError: on every rank, if there is none, or if batches had more or fewer parts.
+    """
+    states = index.details.get("loader")
+    if not states:
+        raise CheckpointError("the checkpoint has no loader", todo="save it with loader=...")
+    if set(states) != set(map(str, range(part.world))):
+        raise CheckpointError(
+            "the checkpoint has the states of other loaders",
+            why=f"it has one for each part of a batch: {len(states)} when it was saved, "
+            f"{part.world} now",
+            todo="load it without loader=, and begin the epoch again or skip what was read",
+        )
+    state: dict[str, Any] = decode(states[str(part.rank)])
+    return state

@@ -71,10 +71,10 @@ class Index:
 
     `details` of a checkpoint: `names`, the names of the state_dict in order; `tied`, further names
     of tensors; `optimizer`, its kind, groups and values other than tensors; `scheduler`, `values`,
-    `random`; `update`, the scale of the loss. Tensors are those of `model`, as trained, `buffer`s,
-    `ema` (averages of the former), those of `optimizer`, and what compressed reductions keep as
-    `residual`; of an asynchronous pipeline also what is `under_way`, by rank, which only the
-    program can use that `details` names there.
+    `random`; `loader`, by the part of a batch; `update`, the scale of the loss. Tensors are those
+    of `model`, as trained, `buffer`s, `ema` (averages of the former), those of `optimizer`, and
+    what compressed reductions keep as `residual`; of an asynchronous pipeline also what is
+    `under_way`, by rank, which only the program can use that `details` names there.
     """
 
     tensors: Mapping[str, Stored]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.checkpoint.checkpoints import Checkpoints
-from autopar.runtime.checkpoint.holder import Scheduler
+from autopar.runtime.checkpoint.holder import Stateful
 from autopar.runtime.checkpoint.saving import Saving
 
 
@@ -25,7 +25,8 @@ class Checkpointed(ABC):
         self,
         path: str | Path,
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
         values: Any = None,
         asynchronous: bool = False,
         allow_nonfinite: bool = False,
@@ -39,8 +40,10 @@ class Checkpointed(ABC):
         Args:
             path: a folder that all machines see.
             scheduler: a learning-rate scheduler to save too.
+            loader: a data loader to save too, such as torchdata's StatefulDataLoader; the state of
+                every rank's own.
             values: further values of plain Python types, equal on every rank: numbers, strings,
-                None, lists, tuples, mappings, small tensors. The first rank's are saved.
+                bytes, None, lists, tuples, mappings, small tensors. The first rank's are saved.
             asynchronous: return when host memory has a copy of this rank's part, and write it while
                 training continues.
             allow_nonfinite: also save parameters that are NaN or infinite.
@@ -60,12 +63,19 @@ class Checkpointed(ABC):
         return self._checkpoints().save(
             Path(path),
             scheduler=scheduler,
+            loader=loader,
             values=values,
             asynchronous=asynchronous,
             allow_nonfinite=allow_nonfinite,
         )
 
-    def load_checkpoint(self, path: str | Path, *, scheduler: Scheduler | None = None) -> Any:
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+    ) -> Any:
         """Continues from a checkpoint of the same model, whatever plan it was saved under.
 
         Every rank reads only its own part, and nothing is executed. The losses that follow are
@@ -74,6 +84,8 @@ class Checkpointed(ABC):
         Args:
             path: a folder that `save_checkpoint` wrote.
             scheduler: a learning-rate scheduler to restore too.
+            loader: a data loader to restore too; batches must have as many parts as when it was
+                saved.
 
         Returns:
             The `values` that were saved.
@@ -84,7 +96,7 @@ class Checkpointed(ABC):
                 itself fails: then it has no weights until the next load.
             ProgramError: before the first batch.
         """
-        return self._checkpoints().load(Path(path), scheduler=scheduler)
+        return self._checkpoints().load(Path(path), scheduler=scheduler, loader=loader)
 
     def load_weights(
         self,

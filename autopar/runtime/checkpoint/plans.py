@@ -125,8 +125,26 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def merged(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the details of a checkpoint: the first rank's, with all ranks' optimizers."""
-    return {**details[0], "optimizer": _merged([each["optimizer"] for each in details])}
+    """Returns the first rank's details, with the optimizers and loaders of all ranks.
+
+    Raises:
+        CheckpointError: some ranks pass a loader and others do not.
+    """
+    optimizer = _merged([each["optimizer"] for each in details])
+    return {**details[0], "optimizer": optimizer, "loader": _loaders(details)}
+
+
+def _loaders(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the states of loaders by the part that they read; ranks of one part share a state."""
+    loaders = [each.get("loader") for each in details]
+    lacking = [str(rank) for rank, states in enumerate(loaders) if states is None]
+    if lacking and len(lacking) < len(loaders):
+        raise CheckpointError(
+            f"no loader is passed by rank {', '.join(lacking)}",
+            why="other ranks pass one, and a checkpoint contains those of all",
+            todo="pass loader= on every rank, or on none",
+        )
+    return {part: state for each in reversed(loaders) if each for part, state in each.items()}
 
 
 def _merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

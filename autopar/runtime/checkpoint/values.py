@@ -46,7 +46,7 @@ def encode(value: Any, where: str) -> Any:
     """Converts a value of plain Python types and small tensors for `json.dumps`.
 
     Args:
-        value: numbers, strings, None, lists, tuples, mappings, sets of these, small tensors.
+        value: numbers, strings, bytes, None, lists, tuples, mappings, sets, small tensors.
         where: a description, for errors.
 
     Raises:
@@ -56,6 +56,8 @@ def encode(value: Any, where: str) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         return {"tensor": _encode_tensor(value, where)}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -70,7 +72,8 @@ def encode(value: Any, where: str) -> Any:
     raise CheckpointError(
         f"{where} cannot be saved",
         why=f"it is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint contains "
-        "numbers, strings, lists, mappings and tensors only, so that loading one executes nothing",
+        "numbers, strings, bytes, lists, mappings and tensors only, so that loading one executes "
+        "nothing",
         todo="save what it was made from",
     )
 
@@ -127,6 +130,7 @@ def _mapping(pairs: list[Any]) -> dict[Any, Any]:
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _READERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
     "tensor": _decode_tensor,
     "tuple": lambda items: tuple(map(decode, items)),
     "set": lambda items: set(map(decode, items)),

@@ -386,7 +386,7 @@ class LocalUpdates:
             if self._survivors is None or not self._paused:  # else others do not wait for this rank
                 self.rounds.settle()
         finally:
-            self.watch.close()
+            self.watch.leave()
             self.program.close()
             if self._survivors is not None:
                 self._survivors.close()

@@ -170,7 +170,7 @@ class Pipeline(PipelineState):
             self._give_back()
 
     def _give_back(self) -> None:
-        self.watch.close()
+        self.watch.leave()
         for stage in self.everywhere.values():
             stage.runtime.close()
         if self.wires is not None:

@@ -37,8 +37,8 @@ from autopar.runtime.ranks.board import Board
 from autopar.runtime.ranks.ending import Ending
 from autopar.runtime.ranks.pace import PACE, Pace
 from autopar.runtime.ranks.record import Record
+from autopar.runtime.ranks.reports import CLOSED, RankAnswers, may_follow
 from autopar.runtime.ranks.reports import Failure as Failure
-from autopar.runtime.ranks.reports import RankAnswers, may_follow
 from autopar.runtime.ranks.shared import Peers, backend
 from autopar.runtime.torch_private import Store, own_store
 
@@ -144,6 +144,14 @@ class Watch:
             if (known := self._end.detach()) is not None:  # while Python ends, it does not run
                 _, end, given, _ = known
                 end(*given)
+
+    def leave(self) -> None:
+        """Reports that this rank closes its program while others may use it; ends the thread."""
+        if self._board is not None and self._thread is not None:
+            record = Record.of(self._peers.recorder, self.rank, self.world, whole=False)
+            with suppress(RuntimeError):  # the process that serves the store may have ended
+                self._board.set(self._left(self.rank), f"{CLOSED} {record.at}")
+        self.close()
 
     def tell(self, error: BaseException | None) -> None:
         """Reports that this process ends with an error between steps, or with none."""

@@ -13,6 +13,8 @@ from autopar.errors import RankFailedError
 from autopar.runtime.ranks.diagnosis import Diagnosis, diagnose
 from autopar.runtime.ranks.record import Record
 
+CLOSED = "it closed its program"  # the beginning of a rank's final message
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -85,6 +87,15 @@ class RankAnswers:
         """Returns who held up the others; None if that is unknown."""
         if self.left:
             rank = min(self.left)
+            if self.left[rank].startswith(CLOSED):
+                return RankFailedError(
+                    f"{_names(self.left)} closed the program while other ranks train",
+                    where=_names(self.left),
+                    why=f"{self.left[rank]}, and so made fewer calls than the others; "
+                    f"{self._noticed}",
+                    todo="give every rank as many batches: let samplers drop what is left over "
+                    "(drop_last=True), or pad the data set",
+                )
             return RankFailedError(
                 f"{_names(self.left)} ended in the middle of the training",
                 where=_names(self.left),

@@ -73,6 +73,7 @@ def test_values_come_back_as_they_were() -> None:
         "pair": (1, (2.5,), []),
         7: {(1, 2): Counter({4: 2, 9: 1})},
         "sets": [{1, 2}, frozenset({"a"})],
+        "bytes": bytes(range(256)),
     }
     assert decode(encode(value, "it")) == value
     assert math.isnan(decode(encode(math.nan, "it")))

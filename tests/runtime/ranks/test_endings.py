@@ -26,7 +26,9 @@ WHO = 2
 MESH = "cpu[1GFLOP/s 64GiB 1GB/s]: x=4 @10GB/s 1us"
 
 
-def train(rank: int, folder: Path, batches: Callable[[int, Path], None], **options: object) -> None:
+def train(
+    rank: int, folder: Path, batches: Callable[[int, Path], bool | None], **options: object
+) -> None:
     """Steps between which rank WHO does something else; errors end as a script's do."""
     torch.manual_seed(0)
     model, batch = models.mlp((8, 8, 8))
@@ -43,7 +45,10 @@ def train(rank: int, folder: Path, batches: Callable[[int, Path], None], **optio
         for step in range(5):
             if rank == WHO and step == 3:
                 (folder / "failed").write_text(str(time.time()))
-                batches(rank, folder)
+                if batches(rank, folder):
+                    program.close()
+                    time.sleep(10)  # does something else
+                    return
             program.step(**batch)
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -61,6 +66,14 @@ def failing_loader(rank: int, folder: Path) -> None:
 
 def leaving_loader(rank: int, folder: Path) -> None:
     sys.exit(0)
+
+
+def shorter_loader(rank: int, folder: Path) -> bool:
+    return True
+
+
+def close(rank: int, folder: Path) -> None:
+    train(rank, folder, shorter_loader)
 
 
 def spin(rank: int, folder: Path) -> None:
@@ -113,6 +126,7 @@ def deadly_capture(*args: object) -> None:
         pytest.param(spin, "rank 2 did not come in time", marks=pytest.mark.slow),  # waits 20 s
         pytest.param(fail, "rank 2 failed: OSError: no such shard of data", marks=pytest.mark.slow),
         (leave, "rank 2 ended in the middle of the training"),
+        pytest.param(close, "rank 2 closed the program", marks=pytest.mark.slow),
         pytest.param(fail_in_capture, "rank 2 failed: ", marks=pytest.mark.slow),
         (die_in_capture, "rank 2 was lost"),
     ],
@@ -125,6 +139,7 @@ def test_the_others_end_and_say_why(
         assert end.seconds < 2 * LIMIT, f"rank {rank} did not end:\n{end.stderr}"
         if rank != WHO:
             assert end.status == 1, end.stderr
+            assert "fewer calls" in end.stderr or how is not close
             assert said in end.stderr, end.stderr
             assert f"autopar doctor {tmp_path}/dump" in end.stderr
     others = "\n".join(end.stderr for rank, end in enumerate(ended) if rank != WHO)
