@@ -7,7 +7,8 @@ medians. `--only pins` measures the cases whose name contains a word, so that a 
 minutes; rows of other cases stay. Nothing is trained, and no GPU is needed.
 
 `--scaling` measures how seconds grow with layers, devices and mesh axes, once each, and draws
-`docs/images/compile_time.svg`; `--draw` draws it again.
+`docs/images/compile_time.svg`; with `--only "mesh axes"`, points of the other panels stay.
+`--draw` draws it again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ SCALES = {
     ],
     "mesh axes": [
         (text.count("="), f'llama-3-8b --mesh "H100: {text}" --batch 64')
-        for text in ("gpu=64", "node=8, gpu=8", "pod=2, node=4, gpu=8")
+        for text in (
+            "gpu=64",
+            "node=8, gpu=8",
+            "pod=2, node=4, gpu=8",
+            "pod=2, node=4, half=2, gpu=4",
+        )
     ],
 }
 TABLE, SCALING = "compile_time", "compile_time_scaling"
@@ -130,11 +136,11 @@ def rows(only: str, repeats: int) -> Iterator[dict[str, object]]:
             yield row
 
 
-def scales() -> Iterator[dict[str, object]]:
-    """Yields the seconds of each point of the picture."""
+def scales(only: str) -> Iterator[dict[str, object]]:
+    """Yields the seconds of each point of the picture, of the panels whose name contains a word."""
     with tempfile.TemporaryDirectory() as scratch:
         for axis, points in SCALES.items():
-            for value, command in points:
+            for value, command in points if only in axis else ():
                 run = [measured(f"plan {command}", Path(scratch)) for _ in range(2)][1]
                 row: dict[str, object] = {"axis": axis, "value": value}
                 row |= {key: round(number, 2) for key, number in run.items()}
@@ -155,6 +161,7 @@ def draw() -> Path:
     figure, panels = plt.subplots(1, len(SCALES), figsize=(10, 3.2), sharey=True, layout="tight")
     for panel, axis in zip(panels, SCALES, strict=True):
         points = [row for row in known if row["axis"] == axis]
+        points.sort(key=lambda row: int(row["value"]))
         at = [int(row["value"]) for row in points]
         for key, style in (("wall", "o-"), ("processor", "s--")):
             panel.plot(at, [float(row[key]) for row in points], style, label=f"{key} seconds")
@@ -186,12 +193,12 @@ def main() -> None:
     """Measures the cases, or the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="a word of the cases' names")
+    parser.add_argument("--only", default="", help="a word of the cases' or panels' names")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     if options.scaling:
-        print(f"wrote {write(SCALING, scales())}")
+        print(f"wrote {write(SCALING, scales(options.only), keys=['axis', 'value'])}")
     elif not options.draw:
         print(f"wrote {write(TABLE, rows(options.only, options.repeats), keys=['case'])}")
     if options.scaling or options.draw:

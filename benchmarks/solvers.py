@@ -5,19 +5,17 @@ With `--only`, `--runs` and `--limit`, the results of other instances, runs and 
 DIR contains files `*-NAME.json.gz`. Published costs and time limits are read from `published.json`
 next to DIR; without it, those columns stay empty. Every run is a process of its own, whose seconds
 include reading the file. Writes results/solvers.csv, solvers_trace.csv (incumbent and bound against
-time) and docs/images/solvers.svg.
+time) and docs/images/solvers.svg; `--draw` draws that again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
 import sys
 import time
-from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,12 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
-from benchmarks.harness import PICTURES, child, write
+from benchmarks.harness import PICTURES, child, read, write
 
 RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
+COLOURS = {"auto": "C2", "ilp": "C0", "local_search": "C1"}
+LEAST = 1e-5  # per cent; the picture shows smaller distances as this one
 KEYS = ("instance", "solver", "seed", "limit_s")
 COLUMNS = (
     *KEYS, "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
@@ -77,12 +77,18 @@ def known(folder: Path) -> dict[str, dict[str, Any]]:
 def main() -> None:
     """Run all instances and solvers, and write table, trace and plot."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--draw", action="store_true", help="draw the picture again, run nothing")
     parser.add_argument("--only", default="", help="letters of instances, such as ABP")
     parser.add_argument("--runs", default=",".join(RUNS), help="solver:seed, separated by commas")
     parser.add_argument("--limit", type=float, help="seconds; the contest's by default")
     parser.add_argument("--measure", nargs=4, metavar=("FILE", "SOLVER", "LIMIT", "SEED"))
     options = parser.parse_args()
+    if options.draw:
+        print(f"wrote {drawn(read('solvers_trace'), read('solvers'))}")
+        return
+    if options.dir is None:
+        parser.error("--dir is needed to run solvers")
     if options.measure:
         path, solver, limit, seed = options.measure
         print(json.dumps(measure(path, solver, float(limit), int(seed))))
@@ -110,20 +116,8 @@ def main() -> None:
             rows.append(row)
     table = [{column: row.get(column) for column in COLUMNS} for row in rows]
     print(f"wrote {write('solvers', table, keys=KEYS)}")
-    path = write("solvers_trace", traces, keys=KEYS)
-    print(f"wrote {path}")
-    plot = PICTURES / "solvers.svg"
-    with path.open(newline="", encoding="utf-8") as file:
-        plot.write_text(
-            drawn(list(map(_numbers, csv.DictReader(file))), published), encoding="utf-8"
-        )
-    print(f"wrote {plot}")
-
-
-def _numbers(row: dict[str, str]) -> dict[str, Any]:
-    """A line of the trace as it was before it was written."""
-    figures = {name: float(row[name]) if row[name] else None for name in ("s", "cost")}
-    return {**row, **figures, "seed": int(row["seed"])}
+    print(f"wrote {write('solvers_trace', traces, keys=KEYS)}")
+    print(f"wrote {drawn(read('solvers_trace'), read('solvers'))}")
 
 
 def ratios(run: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -135,59 +129,59 @@ def ratios(run: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-COLOURS = {"auto": "#0b6", "ilp": "#06c", "local_search": "#c60"}
-WIDTH, HEIGHT, MARGIN = 300, 170, 36
+def drawn(traces: list[dict[str, str]], table: list[dict[str, str]]) -> Path:
+    """Draws per cent above the best cost against seconds, both in logarithms, by instance.
 
+    Of each instance it shows the runs with the longest limit and seed 0, by the costs of the best
+    known solutions where these were published, else of the best run.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
 
-def drawn(traces: list[dict[str, Any]], published: dict[str, dict[str, Any]]) -> str:
-    """A picture: for each instance per cent above the best cost (log) against seconds (log)."""
+    matplotlib.rcParams["svg.hashsalt"] = "solvers"  # the same file from the same rows
     names = sorted({row["instance"] for row in traces})
-    parts = []
+    height = -(-len(names) // 3)
+    figure = Figure(figsize=(11, 2.8 * height), layout="constrained")
     for k, name in enumerate(names):
+        axes = figure.add_subplot(height, 3, k + 1)
+        best = _best(name, table)
         rows = [row for row in traces if row["instance"] == name and row["cost"]]
-        longest = max((float(row["limit_s"]) for row in rows), default=0.0)
-        rows = [row for row in rows if float(row["limit_s"]) == longest]
-        best = min([row["cost"] for row in rows], default=1.0)
-        best = min(best, published.get(name, {}).get("best_known_cost", best))
-        left, top = MARGIN + (k % 3) * (WIDTH + 30), 30 + (k // 3) * (HEIGHT + 50)
-        parts.append(f'<text x="{left}" y="{top - 8}">{name}</text>')
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" '
-            'stroke="#999"/>'
-        )
-        for label, at in (("100 %", 0.0), ("1 %", 0.4), ("0.01 %", 0.8)):
-            parts.append(f'<text x="{left + 2}" y="{top + at * HEIGHT + 10:.0f}">{label}</text>')
-        for label, at in (("1 s", 0.0), ("10 s", 0.4), ("100 s", 0.8)):
-            parts.append(
-                f'<text x="{left + at * WIDTH:.0f}" y="{top + HEIGHT + 12}">{label}</text>'
-            )
+        longest = max(float(row["limit_s"]) for row in rows)
         for solver, colour in COLOURS.items():
-            runs = [row for row in rows if (row["solver"], row["seed"]) == (solver, 0)]
-            points = [(row["s"], row["cost"]) for row in runs]
-            line = _line(points, best, left, top)
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
-    for k, (solver, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<text x="{MARGIN + 90 * k}" y="12" fill="{colour}">{solver}</text>')
-    width, height = 3 * (WIDTH + 40) + MARGIN, 60 + -(-len(names) // 3) * (HEIGHT + 50)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="10">{"".join(parts)}</svg>\n'
-    )
+            points = [
+                (float(row["s"]), max(100 * (float(row["cost"]) / best - 1), LEAST))
+                for row in rows
+                if (row["solver"], row["seed"], float(row["limit_s"])) == (solver, "0", longest)
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.step(
+                    [*x, longest],
+                    [*y, y[-1]],
+                    where="post",
+                    color=colour,
+                    label=solver,
+                    marker="o",
+                    markersize=3,
+                    markevery=[0],
+                    clip_on=False,
+                )
+        axes.set(xscale="log", yscale="log", title=name, xlim=(1, longest), ylim=(LEAST, 300))
+        axes.set(xlabel="seconds, with reading", ylabel="% above the best")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small", frameon=False)
+    path = PICTURES / "solvers.svg"
+    figure.savefig(path, metadata={"Date": None})
+    return path
 
 
-def _line(points: list[tuple[float, float]], best: float, left: float, top: float) -> str:
-    """Steps down from one incumbent to the next: both axes span 2.5 and 5 decades."""
-
-    found: list[str] = []
-    last: float | None = None
-    for seconds, cost in points:
-        x = left + WIDTH * min(max(log10(max(seconds, 1e-3)) / 2.5, 0.0), 1.0)
-        above = max(cost / best - 1, 1e-9)
-        y = top + HEIGHT * min(max(-log10(above) / 5, 0.0), 1.0)
-        found += [f"{x:.1f},{last:.1f}"] if last is not None else []
-        found.append(f"{x:.1f},{y:.1f}")
-        last = y
-    return " ".join(found)
+def _best(name: str, table: list[dict[str, str]]) -> float:
+    """Returns the best known cost of an instance, or that of the best run."""
+    rows = [row for row in table if row["instance"] == name and row["cost"]]
+    published = [
+        float(row["cost"]) / (1 + float(row["over_best"])) for row in rows if row["over_best"]
+    ]
+    return min([float(row["cost"]) for row in rows] + published)
 
 
 if __name__ == "__main__":

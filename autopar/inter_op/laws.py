@@ -66,22 +66,27 @@ def law(name: str, **options: int) -> Law:
         return made_for(ranks, microbatches) is not None
 
     @cache
+    def simulated_fill(ranks: int, microbatches: int) -> float:
+        made = schedule(name, ranks, microbatches, **options)
+        costs = [StageCost()] * made.stages
+        if made.flushes:
+            bubble = simulate(made, costs).bubble
+        else:
+            bubble = steady(with_sends(made), costs)[1]
+        return _fill(bubble, ranks, microbatches)
+
+    @cache
     def fill(ranks: int, microbatches: int) -> float:
         made = made_for(ranks, microbatches)
         if made is None or ranks == 1:
             return 1.0
         bubble = None if made.joined else made.bubble(Times())
-        if bubble is None:
-            few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
-            if made_for(ranks, few) is not None:  # some schedules need a multiple of another number
-                microbatches = few
-            made = schedule(name, ranks, microbatches, **options)
-            costs = [StageCost()] * made.stages
-            if made.flushes:
-                bubble = simulate(made, costs).bubble
-            else:
-                bubble = steady(with_sends(made), costs)[1]
-        return bubble / (1 - bubble) * microbatches / (ranks - 1)
+        if bubble is not None:
+            return _fill(bubble, ranks, microbatches)
+        few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
+        if made_for(ranks, few) is None:  # some schedules need a multiple of another number
+            few = microbatches
+        return simulated_fill(ranks, few)  # many numbers of microbatches have the same few
 
     def in_flight(last: int, ranks: int, microbatches: int) -> float:
         made = made_for(ranks, microbatches)
@@ -96,6 +101,11 @@ def law(name: str, **options: int) -> Law:
     words = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
     exposed = _exposed(name, options)
     return Law(words, in_flight, fill, exposed, fits, cache(holds), chunks, copies)
+
+
+def _fill(bubble: float, ranks: int, microbatches: int) -> float:
+    """Returns the `fill` of a law whose steps are idle for the fraction `bubble`."""
+    return bubble / (1 - bubble) * microbatches / (ranks - 1)
 
 
 def _exposed(name: str, options: dict[str, int]) -> float:

@@ -116,7 +116,10 @@ class Builder:
 
     def add(self, node: Node) -> None:
         """Adds one operator, input or buffer."""
-        every, signature, *paid = self.prices.operator(self.graph, node, self.table, self.slowdown)
+        named = self.pins.names_any(node)
+        every, signature, *paid = self.prices.operator(
+            self.graph, node, self.table, self.slowdown, named
+        )
         if signature is None and not node.is_leaf:
             if self.given.unknown_ops == "error":
                 raise UnknownOperatorError(
@@ -183,14 +186,15 @@ class Builder:
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         rule = self.given.update.rule(node.target, node.type.shape)
+        named = self.pins.names_any(share)
         usual = accumulating if self.given.microbatches > 1 else storages
         every_allowed = self.given.allowed_storages or usual
         allowed, given = self.given.stored.get(leaf_key(node), every_allowed), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, allowed, given.bucket, given.precision, rule
+            node.type, node.requires_grad, allowed, given.bucket, given.precision, rule, named
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every) or allowed is not every_allowed
+        pinned = named or allowed is not every_allowed
         alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]
@@ -202,15 +206,11 @@ class Builder:
         return remaining
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
+        given, again = self.given, self._again(share)
         return traffic.cost(
-            self.given.microbatches,
-            self.waits,
-            self._again(share),
-            self.away,
-            self.fused_update,
-            self.given.adds,
-            self.given.ahead,
-        )
+            given.microbatches, self.waits, again, self.away, self.fused_update, given.adds,
+            given.ahead,
+        )  # fmt: skip
 
     def _again(self, share: Node) -> float:
         """Returns the fraction of a parameter's blocks that are recomputed."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import AnnotationError
+from autopar.intra_op.axis_runs import storage_within
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import form_strategies, strategies
 from autopar.ir.graph import OVER, Graph, Node
@@ -71,7 +72,11 @@ AllowedStorages = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
 
 
 def parameter_options(
-    tensor: TensorType, mesh: Mesh, grad: bool, allowed_storages: AllowedStorages | None = None
+    tensor: TensorType,
+    mesh: Mesh,
+    grad: bool,
+    allowed_storages: AllowedStorages | None = None,
+    runs: int | None = None,
 ) -> tuple[Option, ...]:
     """Returns every "stored => used" choice of a parameter.
 
@@ -84,11 +89,14 @@ def parameter_options(
         grad: whether it is trained.
         allowed_storages: returns the possible storages, given the layout in which the parameter is
             used, its type and the mesh; by default `storages`.
+        runs: into how many runs of equal uses a layout may divide the axes; None for any number.
     """
     options: dict[Option, None] = {}
     for storage in _every_storage(
         tensor, mesh, "RV" if grad else "V", allowed_storages or storages
     ):
+        if not storage_within(storage, mesh, runs):
+            continue
         storage = storage if grad else storage.frozen(mesh.names)
         options[stored_option(storage, tensor)] = None
     return tuple(options)
@@ -205,13 +213,14 @@ def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
 
 
 def node_options(
-    graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule]
+    graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule], runs: int | None = None
 ) -> tuple[tuple[Option, ...], Signature | None]:
     """Returns the choices of a node that is not a parameter, and its signature if it has a rule.
 
     An annotation has its operand's rule, restricted to the layouts that it allows. A value received
     from another stage, and a cache, may have any layout of splits. For others whole comes first; it
     is the only choice of inputs, buffers and operators without a rule. Those of forms come last.
+    `runs` restricts strategies as in `axis_runs.py`.
     """
     rule = table.get(node.op)
     if node.op == "received" or node.is_cache:
@@ -224,7 +233,7 @@ def node_options(
     signature = resolve(rule, node, operand_types(graph, node), node.types)
     if node.op == "autopar.shard":
         return annotated_options(node, mesh), signature
-    every = [(s, s.share(signature.sizes, mesh)) for s in strategies(signature, mesh)]
-    every += form_strategies(node, operand_types(graph, node), mesh)
+    every = [(s, s.share(signature.sizes, mesh)) for s in strategies(signature, mesh, runs)]
+    every += form_strategies(node, operand_types(graph, node), mesh, runs)
     options = tuple(Option(str(s), s.operands, s.results, share, form=s.form) for s, share in every)
     return options, signature

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 
 from autopar.cost.model import Checked, CostModel
 from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
+from autopar.intra_op.axis_runs import most_runs
 from autopar.intra_op.memory.allocations import OperandFacts, Rows, amounts, operand_facts
 from autopar.intra_op.node_choices import (
     AllowedStorages,
@@ -55,12 +56,11 @@ class Prices:
         self.mesh, self.model = mesh, Checked(model)
         self.compute = self.model.compute
         self.collective = Reshardings(mesh, self.model.collective)
+        self._runs = most_runs(mesh)
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
-        self._allocated: dict[tuple[Hashable, OperandFacts, bool], Rows] = {}
-        self._stored: dict[
-            tuple[TensorType, bool, AllowedStorages | Storage | None, int, Precision, Rule], Stored
-        ] = {}
+        self._allocated: dict[tuple[Hashable, OperandFacts, bool, int], Rows] = {}
+        self._stored: dict[Hashable, Stored] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
@@ -74,6 +74,7 @@ class Prices:
         bucket: int,
         precision: Precision,
         rule: Rule,
+        complete: bool = False,
     ) -> Stored:
         """Returns every choice of a parameter, with its traffic and memory.
 
@@ -83,16 +84,19 @@ class Prices:
             allowed_storages: its possible storages, or the only one.
             bucket: bytes of gradients or parameters that are sent together.
             precision: dtypes in which it is updated and its gradient sent.
+            rule: how it is updated.
+            complete: whether to return all choices also on many axes, see `axis_runs.py`.
 
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = (tensor, trained, allowed_storages, bucket, precision, rule)
+        runs = None if complete else self._runs
+        key = (tensor, trained, allowed_storages, bucket, precision, rule, runs)
         if key not in self._stored:
             options = (
                 (stored_option(allowed_storages, tensor),)
                 if isinstance(allowed_storages, Storage)
-                else parameter_options(tensor, self.mesh, trained, allowed_storages)
+                else parameter_options(tensor, self.mesh, trained, allowed_storages, runs)
             )
             self._stored[key] = (
                 options,
@@ -114,13 +118,19 @@ class Prices:
         return self._stored[key]
 
     def operator(
-        self, graph: Graph, node: Node, table: dict[str, OpRule], slowdown: float = TAKE_TURNS
+        self,
+        graph: Graph,
+        node: Node,
+        table: dict[str, OpRule],
+        slowdown: float = TAKE_TURNS,
+        complete: bool = False,
     ) -> Operator:
         """Returns the choices of a node and their prices.
 
         Args:
             graph, node, table: the node, its graph and the rules.
             slowdown: slowdown of kernels and collectives that run side by side.
+            complete: whether to return all choices also on many axes, see `axis_runs.py`.
 
         Returns:
             Its choices; its signature if it has a rule; and for each choice the forward and
@@ -130,16 +140,17 @@ class Prices:
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = _kind(graph, node), slowdown
+        runs = None if complete else self._runs
+        key = _kind(graph, node), slowdown, runs
         if key not in self._operators:
-            options, signature = node_options(graph, node, self.mesh, table)
+            options, signature = node_options(graph, node, self.mesh, table, runs)
             kernels = tuple(self._kernels(graph, node, option, signature) for option in options)
             sent = tuple(
                 self._exchange(graph, node, option, taken, slowdown)
                 for option, taken in zip(options, kernels, strict=True)
             )
             self._operators[key] = options, signature, kernels, sent
-            self._choices[key[0]] = len(options)
+            self._choices[key[0]] = max(len(options), self._choices.get(key[0], 0))
         return self._operators[key]
 
     def allocated(
@@ -158,7 +169,7 @@ class Prices:
         known = self._choices.get(kind)
         if known is None or len(options) < known:
             return amounts(graph, node, options, facts, self.mesh, accelerator)
-        key = kind, facts, accelerator
+        key = kind, facts, accelerator, len(options)
         if key not in self._allocated:
             self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.intra_op.axis_runs import within_runs
 from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Axis, Mesh
@@ -58,8 +59,15 @@ class Strategy:
         return math.prod(largest[factor] / size for factor, size in sizes.items() if size)
 
 
-def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
-    """Returns all legal strategies of one operator on a mesh; running it whole is always first."""
+def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tuple[Strategy, ...]:
+    """Returns all legal strategies of one operator on a mesh; running it whole is always first.
+
+    Args:
+        signature: of the operator.
+        mesh: the devices.
+        runs: into how many runs of equal parts a strategy may divide the axes; None for any number
+            (see `axis_runs.py`).
+    """
     choices = [NOTHING, *signature.splittable]
     choices += [TOGETHER.join(pair) for pair in signature.together]
     choices += [f"{PARTIAL}{i or ''}" for i in range(len(signature.linear))]
@@ -78,12 +86,12 @@ def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
             tuple(tensor.layout(parts) for tensor in operands),
             tuple(tensor.layout(parts) for tensor in results),
         )
-        for parts in _assignments(signature, axes, choices)
+        for parts in _assignments(signature, axes, choices, runs)
     )
 
 
 def form_strategies(
-    node: Node, types: tuple[TensorType, ...], mesh: Mesh
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None = None
 ) -> Iterator[tuple[Strategy, float]]:
     """Yields the strategies of all forms of a node, with the share of its FLOPs on a device.
 
@@ -91,32 +99,35 @@ def form_strategies(
         node: an operator.
         types: types of the tensors that it reads.
         mesh: the devices.
+        runs: see `strategies`.
 
     Raises:
         RuleError: a form's factor string cannot be read or does not fit.
     """
     for form in forms_of(node.op):
-        yield from _strategies(form, node, types, mesh)
+        yield from _strategies(form, node, types, mesh, runs)
 
 
 def _strategies(
-    form: Form, node: Node, types: tuple[TensorType, ...], mesh: Mesh
+    form: Form, node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None
 ) -> Iterator[tuple[Strategy, float]]:
     spec = form.spec(node, types)
     if not spec:
         return
     rule = OpRule(form.op, spec, together=form.together)
     signature = resolve(rule, node, types, node.types)
-    for strategy in strategies(signature, mesh):
+    for strategy in strategies(signature, mesh, runs):
         if form.fits(Part(node, types, strategy.operands, mesh)):
             share = strategy.share(signature.sizes, mesh)
             yield replace(strategy, form=form.name), share
 
 
 def _assignments(
-    signature: Signature, axes: list[Axis], choices: list[str]
+    signature: Signature, axes: list[Axis], choices: list[str], runs: int | None
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     for parts in itertools.product(choices, repeat=len(axes)):
+        if not within_runs(parts, runs):
+            continue
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):
             for factor in part.split(TOGETHER):

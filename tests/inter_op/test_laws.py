@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import ScheduleError
+from autopar.inter_op import laws
 from autopar.inter_op.laws import law
+from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
 
@@ -62,3 +65,18 @@ def test_a_law_knows_what_does_not_fit() -> None:
         law("waterfall")
     with pytest.raises(ScheduleError, match="chunks"):
         law("interleaved_1f1b", chunks=1)
+
+
+def test_numbers_of_microbatches_that_differ_in_whole_rounds_share_a_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, simulated = law("zb_v"), list[int]()
+
+    def counting(made: Schedule, costs: list[StageCost]) -> Timeline:
+        simulated.append(made.microbatches)
+        return simulate(made, costs)
+
+    monkeypatch.setattr(laws, "simulate", counting)
+    fills = {told.fill(4, microbatches) for microbatches in (48, 96, 192, 384, 1536)}
+    assert simulated == [12]
+    assert len(fills) == 1

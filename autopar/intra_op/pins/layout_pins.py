@@ -198,6 +198,10 @@ class Pins:
             raise self._contradiction(fitting, node, options)
         return tuple(option for i, option in enumerate(options) if i in left)
 
+    def names_any(self, node: Node) -> bool:
+        """Returns whether any pin is on a node."""
+        return any(self.speaks(key, pin, node) for key, pin in self.pins)
+
     def speaks(self, key: str, pin: Pin, node: Node) -> bool:
         """Returns whether a pin is on a node; one of a form may name a module that it is in."""
         if not pin.anywhere:

@@ -1,0 +1,93 @@
+"""Choices on meshes of many axes: those of merged axes, and few enough to plan with."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+
+import pytest
+
+from autopar.cost.model import AnalyticModel
+from autopar.intra_op import axis_runs
+from autopar.intra_op.assumptions import Assumptions
+from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.node_choices import parameter_options
+from autopar.intra_op.rules import rules
+from autopar.intra_op.solvers import solve
+from autopar.intra_op.states import StateChoice
+from autopar.intra_op.strategy import Strategy, strategies
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import TensorType
+from tests.intra_op.test_build import mlp
+from tests.intra_op.test_strategy import resolved
+
+AXES = ("a", "b", "c", "d", "e", "f")
+LINEAR = resolved("aten.linear", [(64, 64, 64), (64, 64), (64,)], (64, 64, 64))
+
+STORED = Assumptions(allowed_storages=StateChoice.read("zero1", Mesh.parse("H100: a=2")).storages)
+
+
+def mesh(axes: int) -> Mesh:
+    return Mesh.parse("H100: " + ", ".join(f"{name}=2" for name in AXES[:axes]))
+
+
+def parts(strategy: Strategy) -> tuple[str, ...]:
+    return tuple(part for _, part in strategy.parts)
+
+
+def test_the_strategies_kept_are_those_of_all_ways_to_merge_the_axes_into_two() -> None:
+    kept = {parts(one) for one in strategies(LINEAR, mesh(4), axis_runs.RUNS)}
+    pairs = {parts(one) for one in strategies(LINEAR, mesh(2))}
+    assert kept == {(a,) * outer + (b,) * (4 - outer) for a, b in pairs for outer in (1, 2, 3)}
+    every = [parts(one) for one in strategies(LINEAR, mesh(4))]
+    assert kept == {uses for uses in every if len(list(groupby(uses))) <= 2}
+    assert len(every) > 5 * len(kept)
+
+
+def test_the_choices_grow_linearly_with_the_axes() -> None:
+    counts = [len(strategies(LINEAR, mesh(axes), axis_runs.RUNS)) for axes in (3, 4, 5, 6)]
+    steps = {after - before for before, after in pairwise(counts)}
+    assert len(steps) == 1
+
+
+def test_meshes_of_up_to_three_axes_have_all_choices() -> None:
+    assert [axis_runs.most_runs(mesh(axes)) for axes in (1, 2, 3)] == [None] * 3
+    assert axis_runs.most_runs(mesh(4)) == axis_runs.RUNS
+    assert axis_runs.most_runs(Mesh.parse("H100: a=2, b=1, c=2, d=2")) is None  # b splits nothing
+
+
+def test_storages_keep_zero_along_all_axes_and_along_inner_ones() -> None:
+    tensor = TensorType("f32", (64, 64))
+    kept = {one.label for one in parameter_options(tensor, mesh(4), True, runs=axis_runs.RUNS)}
+    every = {one.label for one in parameter_options(tensor, mesh(4), True)}
+    assert kept < every
+    for axes in ("a b c d", "c d"):
+        held = f"[64@{'@'.join(axes.split())}, 64]"
+        assert any(label.startswith(held) for label in kept), held
+    assert not any(label.startswith("[64@a@c, 64]") for label in kept)
+
+
+def solved(
+    on: Mesh, sizes: tuple[int, int, int] = (64, 256, 1024), pins: dict[str, str] | None = None
+) -> tuple[Built, dict[str, str], float]:
+    graph = mlp(*sizes)
+    built = build(graph, on, AnalyticModel(on), rules(), STORED, pins=pins)
+    solution = solve(built.problem, gap=0.0)
+    plan = {name: str(entry) for name, entry in layouts(built, graph, solution.choice).items()}
+    return built, plan, solution.objective
+
+
+@pytest.mark.slow
+def test_the_optimum_is_that_of_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = Mesh.parse("H100: pod=2 @10GB/s 9us, node=2 @25GB/s 5us, gpu=4")
+    complete, _, best = solved(on)
+    monkeypatch.setattr(axis_runs, "MANY", 3)
+    restricted, _, seconds = solved(on)
+    assert seconds == pytest.approx(best, rel=1e-12)
+    pairs = [sum(edge.cost.size for edge in b.problem.edges) for b in (complete, restricted)]
+    assert pairs[0] > 4 * pairs[1]
+
+
+def test_a_pin_may_use_every_axis_in_its_own_way() -> None:
+    pin = "[4@a@c, 4@b@d]"  # four runs
+    _, plan, _ = solved(mesh(4), (4, 4, 4), {"%a": pin})
+    assert pin in plan["a"]
