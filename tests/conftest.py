@@ -1,5 +1,6 @@
 """Loaded before any test, and before torch is."""
 
+import atexit
 import gc
 import os
 from collections.abc import Generator
@@ -40,3 +41,4 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # else extensions report what lives to the end as leaks
