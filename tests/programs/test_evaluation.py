@@ -219,10 +219,6 @@ def test_two_ranks() -> None:
     run_ranks(every_way, ("zero3", "1f1b"), count=2)
 
 
-def test_grid() -> None:
-    run_ranks(every_way, ("megatron",))
-
-
 @pytest.mark.slow
 def test_further_plans_on_two_ranks() -> None:
     run_ranks(every_way, ("data parallel", "free"), count=2)
@@ -230,7 +226,7 @@ def test_further_plans_on_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_further_plans_on_a_grid() -> None:
-    run_ranks(every_way, ("free grid", "interleaved"))
+    run_ranks(every_way, ("megatron", "free grid", "interleaved"))
 
 
 def test_ranks_whose_batches_differ_are_told_so() -> None:
@@ -333,4 +329,9 @@ def test_parts_of_unequal_sizes_are_refused() -> None:
 
 
 def test_parts_of_a_batch_on_a_grid() -> None:
-    run_ranks(parted, ("over data", "all of a grid", "stages"))
+    run_ranks(parted, ("over data", "stages"))
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_grid_has_another_part_of_a_batch() -> None:
+    run_ranks(parted, ("all of a grid",))
