@@ -1,7 +1,12 @@
 """Loaded before any test, and before torch is."""
 
+import atexit
+import gc
 import os
+from collections.abc import Generator
 from typing import Any
+
+import pytest
 
 # Tensors are tiny and workers share the cores: threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,3 +27,18 @@ def pytest_addoption(parser: Any) -> None:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Puts the files that start ranks first: they take longest, and short ones fill up the end."""
     items.sort(key=lambda item: "run_ranks" not in vars(item.module))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spares Python's collector what lives to the end: imported modules, and thousands of tests.
+
+    Each visit to them takes a third of a second, a twelfth of the processor time of planning tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else extensions report what lives to the end as leaks

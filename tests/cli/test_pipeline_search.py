@@ -64,12 +64,17 @@ def test_what_fits_nowhere_is_refused() -> None:
     assert "MiB" in result.output or "GiB" in result.output
 
 
-def test_optimizer_state_of_stages_goes_to_the_host_and_nothing_else_does(tmp_path: Path) -> None:
-    file = tmp_path / "plan.toml"
-    command = [*MODEL, "--global-batch", "8", "-o", str(file), "--offload"]
-    refused = CliRunner().invoke(main, [*command, "activations"], catch_exceptions=False)
+def test_activations_of_stages_do_not_go_to_the_host() -> None:
+    command = [*MODEL, "--global-batch", "8", "--offload", "activations"]
+    refused = CliRunner().invoke(main, command, catch_exceptions=False)
     assert refused.exit_code == 2
     assert 'offload="optimizer"' in refused.output
+
+
+@pytest.mark.slow
+def test_optimizer_state_of_stages_goes_to_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    command = [*MODEL, "--global-batch", "8", "-o", str(file), "--offload"]
     found = CliRunner().invoke(main, [*command, "optimizer"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     assert all(stage.offload == Offload(optimizer=True) for stage in Plan.load(file).stages)

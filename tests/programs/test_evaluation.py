@@ -223,10 +223,6 @@ def test_two_ranks() -> None:
     run_ranks(every_way, ("zero3", "1f1b"), count=2)
 
 
-def test_grid() -> None:
-    run_ranks(every_way, ("megatron",))
-
-
 @pytest.mark.slow
 def test_further_plans_on_two_ranks() -> None:
     run_ranks(every_way, ("data parallel", "free"), count=2)
@@ -234,7 +230,7 @@ def test_further_plans_on_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_further_plans_on_a_grid() -> None:
-    run_ranks(every_way, ("free grid", "interleaved"))
+    run_ranks(every_way, ("megatron", "free grid", "interleaved"))
 
 
 def test_ranks_whose_batches_differ_are_told_so() -> None:
@@ -386,4 +382,9 @@ def test_loaders_of_another_number_of_parts_are_refused() -> None:
 
 
 def test_parts_of_a_batch_on_a_grid() -> None:
-    run_ranks(parted, ("over data", "all of a grid", "stages"))
+    run_ranks(parted, ("over data", "stages"))
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_grid_has_another_part_of_a_batch() -> None:
+    run_ranks(parted, ("all of a grid",))

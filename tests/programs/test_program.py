@@ -384,11 +384,14 @@ def calling(folder: str) -> None:
     containers_and_positions()
     losses_from_outside()
     programs_side_by_side()
+    meta_model_waits_for_weights()
+    plans_are_used_as_given(folder)
+
+
+def differing(folder: str) -> None:
     first_rank_counts()
     one_plan_for_all_ranks(folder)
-    meta_model_waits_for_weights()
     wrong_batches_are_refused_and_survived()
-    plans_are_used_as_given(folder)
 
 
 def test_training_equals_that_of_the_unsharded_model() -> None:
@@ -396,4 +399,8 @@ def test_training_equals_that_of_the_unsharded_model() -> None:
 
 
 def test_programs_take_batches_weights_and_plans(tmp_path: Path) -> None:
-    run_ranks(calling, str(tmp_path), captures=True)
+    run_ranks(calling, str(tmp_path))
+
+
+def test_ranks_that_capture_for_themselves_get_one_program(tmp_path: Path) -> None:
+    run_ranks(differing, str(tmp_path), captures=True)
