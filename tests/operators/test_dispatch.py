@@ -46,13 +46,13 @@ WAYS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
 }
 
 
-def operands(ids: Tensor) -> Results:
+def operands(ids: Tensor, experts: int = EXPERTS) -> Results:
     """Parameters of the experts, tokens, their experts and the weights of these."""
-    draw = torch.manual_seed(0)
-    shapes = [(EXPERTS, INNER, WIDTH)] * 2 + [(EXPERTS, WIDTH, INNER), (TOKENS, WIDTH)]
+    draw, tokens = torch.manual_seed(0), len(ids)
+    shapes = [(experts, INNER, WIDTH)] * 2 + [(experts, WIDTH, INNER), (tokens, WIDTH)]
     *tensors, scores, cotangent = (
         torch.randn(shape, generator=draw, dtype=torch.float64)
-        for shape in (*shapes, (TOKENS, CHOICES), (TOKENS, WIDTH))
+        for shape in (*shapes, tuple(ids.shape), (tokens, WIDTH))
     )
     return [*tensors, ids, scores, cotangent]
 
@@ -89,8 +89,17 @@ def part(x: Tensor, layout: Layout, mesh: Mesh, at: dict[str, int]) -> Tensor:
     return x.clone()
 
 
-def on_device(device: ShardedOperators, given: Results, way: str) -> Results:
-    """Returns the results of one device from its parts."""
+def on_device(
+    device: ShardedOperators, given: Results, way: str, trained: tuple[int, ...] = (0, 1, 2, 3, 5)
+) -> list[Tensor | None]:
+    """Returns the results of one device from its parts; None for gradients of what is frozen.
+
+    Args:
+        device: the device.
+        given: the whole operands.
+        way: one of `WAYS`.
+        trained: numbers of the operands that have gradients.
+    """
     _, axes, hops = WAYS[way]
     experts, tokens = layouts(axes, hops)
     split = [experts] * 3 + [tokens] * 4
@@ -98,14 +107,20 @@ def on_device(device: ShardedOperators, given: Results, way: str) -> Results:
         part(x, layout, device.mesh, device.coordinate)
         for x, layout in zip(given, split, strict=True)
     ]
-    *leaves, cotangent = (x.requires_grad_(x.is_floating_point()) for x in local)
+    *leaves, cotangent = (x.requires_grad_(at in trained) for at, x in enumerate(local))
     over = hops[0] if len(hops) == 1 else hops
-    out = device.mixture(*leaves, "relu", axis=axes, size=EXPERTS, over=over)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, wanted, cotangent)]
+    out = device.mixture(*leaves, "relu", axis=axes, size=len(given[0]), over=over)
+    found = dict(
+        zip(
+            trained,
+            torch.autograd.grad(out, [leaves[at] for at in trained], cotangent),
+            strict=True,
+        )
+    )
+    return [out.detach(), *(found.get(at) for at in (0, 1, 2, 3, 5))]
 
 
-def check(found: list[Results], given: Results, way: str) -> None:
+def check(found: list[list[Tensor | None]], given: Results, way: str) -> None:
     """Sums what devices owe, and compares every device's part."""
     text, axes, hops = WAYS[way]
     mesh, (experts, tokens) = Mesh.parse(text), layouts(axes, hops)
@@ -123,7 +138,10 @@ def check(found: list[Results], given: Results, way: str) -> None:
         # Replicas of experts see the same tokens here, so that each has the whole gradient.
         groups = mesh.groups(summed if summed is owed else ())
         for group in groups:
-            total = torch.stack([found[rank][place] for rank in group]).sum(0)
+            parts = [x for x in (found[rank][place] for rank in group) if x is not None]
+            if not parts:
+                continue
+            total = torch.stack(parts).sum(0)
             mine = part(value, layout, mesh, mesh.coordinate(group[0]))
             torch.testing.assert_close(total, mine, rtol=1e-12, atol=1e-12)
 
@@ -133,13 +151,40 @@ def check(found: list[Results], given: Results, way: str) -> None:
 def test_devices_compute_their_parts(load: str, way: str) -> None:
     given = operands(LOADS[load]())
 
-    def run(rank: int, device: ThreadDevice) -> Results:
+    def run(rank: int, device: ThreadDevice) -> list[Tensor | None]:
         return on_device(device, given, way)
 
     check(list(on_all_devices(Mesh.parse(WAYS[way][0]), run)), given, way)
 
 
-def _every_load() -> dict[tuple[str, str], Results]:
+# Numbers of experts, of tokens, and of a token's experts; and the operands that have gradients.
+SIZES = {
+    "fewer experts than devices": (2, 11, 1),
+    "one expert": (1, 5, 1),
+    "every expert": (3, 4, 3),
+    "fewer tokens than devices": (5, 2, 2),
+    "one token": (5, 1, 2),
+}
+TRAINED = {"experts": (0, 1, 2), "one matrix": (2,), "tokens": (3, 5), "router": (5,)}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("size", SIZES)
+def test_devices_without_experts_or_tokens_and_frozen_operands(size: str, trained: str) -> None:
+    """All devices take part in the exchanges of the backward, even if nothing of theirs has one."""
+    experts, tokens, k = SIZES[size]
+    draw = torch.manual_seed(1)
+    ids = torch.stack([torch.randperm(experts, generator=draw)[:k] for _ in range(tokens)])
+    given = operands(ids, experts)
+    for way in ("one axis", "inside first", "two axes"):
+
+        def run(rank: int, device: ThreadDevice, way: str = way) -> list[Tensor | None]:
+            return on_device(device, given, way, TRAINED[trained])
+
+        check(list(on_all_devices(Mesh.parse(WAYS[way][0]), run)), given, way)
+
+
+def _every_load() -> dict[tuple[str, str], list[Tensor | None]]:
     """The results of this rank."""
     found = {}
     for way, (text, _, _) in WAYS.items():
