@@ -350,6 +350,13 @@ def test_what_cannot_be_generated_is_refused_by_name() -> None:
         pytest.raises(CaptureError, match="'window' at a place that the number of keys gives"),
     ):
         program.generate(given["input_ids"], max_new_tokens=NEW)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 32}
+    moshi = transformers.MoshiConfig(vocab_size=WORDS, head_dim=4, sliding_window=4, **sizes)
+    with (
+        autopar.compile(transformers.MoshiForCausalLM(moshi), "cpu: gpu=1") as program,
+        pytest.raises(CaptureError, match="cannot generate beyond 4 tokens"),
+    ):
+        program.generate(given["input_ids"], max_new_tokens=NEW)
     with (
         autopar.compile(nn.Linear(2, 2), "cpu: gpu=1") as program,
         pytest.raises(CaptureError, match="past_key_values"),

@@ -29,17 +29,40 @@ def cache_of(call: CachedCall, model: nn.Module) -> Any:
     """Returns the cache of a decoder: a layer for each of the model's, of the same kind.
 
     Raises:
-        CaptureError: the model has a kind of layer that is not known here.
+        CaptureError: the model has a kind of layer that is not known here, or relies on a cache
+            that forgets tokens.
     """
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
     config: Any = model.config
     known = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    _refuse_unmasked_windows(call, model, known)
     layers = (_layer(call, number, each) for number, each in enumerate(known))
     if known:
         return Cache(layers=list(layers))
     numbers = itertools.count()
     return Cache(layer_class_to_replicate=lambda: _layer(call, next(numbers), DynamicLayer()))
+
+
+def _refuse_unmasked_windows(call: CachedCall, model: nn.Module, known: list[Any]) -> None:
+    """Raises CaptureError if only transformers' cache, and no mask, limits attention to a window.
+
+    Caches keep all tokens here. Models with windows mask what is outside, except for Moshi, which
+    sees the keys that transformers' cache has not dropped yet.
+    """
+    windows = [layer.sliding_window for layer in known if hasattr(layer, "sliding_window")]
+    if min(windows, default=call.length) >= call.length:
+        return
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    modules = {sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules}
+    names = {name for module in modules for name in vars(module) if name.startswith("create_")}
+    if not any("sliding" in name or "chunked" in name for name in names):
+        raise CaptureError(
+            f"{type(model).__name__} cannot generate beyond {min(windows)} tokens with its prompt",
+            why="transformers' cache drops earlier tokens, and the model has no mask that hides "
+            f"them in a cache of {call.length} tokens",
+            todo="generate with transformers, or fewer tokens",
+        )
 
 
 def crossing_cache_of(call: CachedCall) -> Any:

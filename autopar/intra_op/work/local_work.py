@@ -52,7 +52,9 @@ class Local:
             dims = (*signature.operands, *signature.results)
             self.sizes = _local_sizes(signature.sizes, dims, (*operands, *results), mesh)
             self.share = math.prod(
-                size / signature.sizes[factor] for factor, size in self.sizes.items()
+                size / whole
+                for factor, size in self.sizes.items()
+                if (whole := signature.sizes[factor])  # 0 of an empty tensor
             )
         self.flops = self.share * (signature.flops if signature else float(node.type.numel))
         self.read = sum(tensor.nbytes for tensor in self.operands)
