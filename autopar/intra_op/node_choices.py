@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import AnnotationError
-from autopar.intra_op.axis_runs import storage_within
+from autopar.intra_op.axis_runs import storage_within, within_runs
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import form_strategies, strategies
 from autopar.ir.graph import OVER, Graph, Node
@@ -93,24 +93,27 @@ def parameter_options(
     """
     options: dict[Option, None] = {}
     for storage in _every_storage(
-        tensor, mesh, "RV" if grad else "V", allowed_storages or storages
+        tensor, mesh, "RV" if grad else "V", allowed_storages or storages, runs
     ):
-        if not storage_within(storage, mesh, runs):
-            continue
         storage = storage if grad else storage.frozen(mesh.names)
         options[stored_option(storage, tensor)] = None
     return tuple(options)
 
 
 def _every_storage(
-    tensor: TensorType, mesh: Mesh, whole: str, allowed_storages: AllowedStorages
+    tensor: TensorType, mesh: Mesh, whole: str, allowed_storages: AllowedStorages, runs: int | None
 ) -> Iterator[Storage]:
-    """Yields storages of a parameter that is split along an axis, or one of the kinds `whole`."""
+    """Yields storages of a parameter that is split along an axis, or one of the kinds `whole`.
+
+    Where a user's state sharding needs more runs of axes, all that it allows remain.
+    """
     dims = range(len(tensor.shape))
     kinds: list[tuple[int | None, str]] = [*((None, kind) for kind in whole)]
     kinds[1:1] = ((dim, "S") for dim in dims)
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
     for combination in itertools.product(kinds, repeat=len(axes)):
+        if not within_runs(combination, runs):
+            continue
         split: list[tuple[str, ...]] = [()] * len(tensor.shape)
         for axis, (dim, _) in zip(axes, combination, strict=True):
             if dim is not None:
@@ -118,7 +121,8 @@ def _every_storage(
         varying = tuple(a for a, (_, kind) in zip(axes, combination, strict=True) if kind == "V")
         used = Layout(tuple(split), varying=varying)
         if fits(used, tensor, mesh):
-            yield from allowed_storages(used, tensor, mesh)
+            every = list(allowed_storages(used, tensor, mesh))
+            yield from [one for one in every if storage_within(one, mesh, runs)] or every
 
 
 def stored_option(storage: Storage, tensor: TensorType) -> Option:

@@ -12,7 +12,7 @@ from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
 
-SCHEDULES = (
+SCHEDULES: tuple[tuple[str, dict[str, int]], ...] = (
     ("gpipe", {}), ("1f1b", {}), ("eager_1f1b", {"extra": 2}), ("interleaved_1f1b", {"chunks": 3}),
     ("chimera", {}), ("zb_h1", {}), ("zb_h2", {}), ("zb_v", {}), ("dualpipe_v", {}),
 )  # fmt: skip

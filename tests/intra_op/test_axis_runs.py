@@ -66,6 +66,14 @@ def test_storages_keep_zero_along_all_axes_and_along_inner_ones() -> None:
     assert not any(label.startswith("[64@a@c, 64]") for label in kept)
 
 
+def test_a_state_sharding_of_more_runs_keeps_its_storages() -> None:
+    allowed = StateChoice.read("paro-iig over a, c", mesh(4)).storages
+    tensor = TensorType("f32", (64, 64))
+    kept = parameter_options(tensor, mesh(4), True, allowed, runs=axis_runs.RUNS)
+    held = {one.storage.held.dims for one in kept if one.storage is not None}
+    assert (("b", "d"), ()) in held
+
+
 def solved(
     on: Mesh, sizes: tuple[int, int, int] = (64, 256, 1024), pins: dict[str, str] | None = None
 ) -> tuple[Built, dict[str, str], float]:
