@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
-import sys
+import runpy
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli import main
 from autopar.cli.common.run_tensors import weights_from
+from tests.support.ranks import run_ranks
 
 MODEL = """
 import torch
@@ -49,13 +51,18 @@ def run(*arguments: object, code: int = 0) -> Result:
     return result
 
 
+def printed(folder: Path) -> str:
+    """What a program prints that runs as a script."""
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(folder / "program.py"), run_name="__main__")
+    return output.getvalue()
+
+
 def loss(folder: Path) -> float:
     """The loss of the first step of a program."""
-    done = subprocess.run(
-        [sys.executable, folder / "program.py"], capture_output=True, text=True, check=False
-    )
-    found = re.search(r"step +1 +loss ([\d.]+)", done.stdout)
-    assert found, done.stderr
+    (output,) = run_ranks(printed, folder, count=1)
+    found = re.search(r"step +1 +loss ([\d.]+)", output)
+    assert found, output
     return float(found[1])
 
 

@@ -15,8 +15,8 @@ from autopar.intra_op.reduce import reduce
 from autopar.intra_op.solvers import solve
 
 EXACT = 1e-9
-FEW = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

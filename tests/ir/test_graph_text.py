@@ -125,7 +125,7 @@ graphs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(graphs)
 def test_any_graph_reads_back_equal(graph: Graph) -> None:
     again = parse_graph(format_graph(graph))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def captured(layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Gra
     return model, batch, graph
 
 
+@cache
 def calls(how: str) -> Counter[Any]:
     """Of one step of a program that recomputes so."""
     model, batch, _ = captured(4)

@@ -120,12 +120,13 @@ class Case:
         return runs
 
 
+# Weights are gathered for use and again for the backward, whose blocks run once more.
+AGAIN = {"state": "zero3, gathered again", "recompute": "full"}
 CASES = [
     pytest.param(Case("gpt2", varied=True), marks=pytest.mark.slow),
     pytest.param(Case("llama"), marks=pytest.mark.slow),
     Case("gpt2", how={"backend": "aot_eager"}),
-    # Weights are gathered for use and again for the backward, whose blocks run once more.
-    Case("llama", "H100: data=2, gpu=2", {"state": "zero3, gathered again", "recompute": "full"}),
+    pytest.param(Case("llama", "H100: data=2, gpu=2", AGAIN), marks=pytest.mark.slow),
 ]
 
 

@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two microbatches": {"microbatches": 2},
     "stages": {"stages": 2, "microbatches": 2},
 }
-QUICK = (("moco", "fsdp"), ("codebook", "data_parallel"), ("running", "stages"))
+QUICK = (("moco", "fsdp"), ("running", "stages"))
 
 
 def trained(name: str, way: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:

@@ -25,7 +25,7 @@ FORMS = {
     GRID: ("ulysses ring", "ring zigzag"),
 }
 PACKED = {LINE: ("balanced", "flex ring"), GRID: ("ulysses ring",)}
-# Those that are trained by default.
+# Those that are trained at once; on four devices only among the slow tests.
 QUICK = {LINE: ("ring zigzag", "balanced", "flex ring"), GRID: ("ulysses ring",)}
 STARTS = ((0, 5, 11), (0, 7, 13))  # of the documents of each row
 STEPS = 3
@@ -128,7 +128,9 @@ def plainly(model: nn.Module, batch: Batch) -> Run:
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("mesh", "count"), [(LINE, 2), (GRID, 4)])
+@pytest.mark.parametrize(
+    ("mesh", "count"), [(LINE, 2), pytest.param(GRID, 4, marks=pytest.mark.slow)]
+)
 def test_training_is_that_of_one_device(mesh: str, count: int, quick: bool) -> None:
     forms, packs = chosen(mesh, quick)
     model, batch = llama()

@@ -56,7 +56,6 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
 # Every kind of way, and every spelling of experts; the slow test has all pairs.
 QUICK: Runs = {
     "Custom": ("over both, direct",),
-    "Dbrx": ("over both",),
     "DeepseekV3": ("to parts of experts",),
 }
 

@@ -124,9 +124,13 @@ def _resume(folder: str, name: str, mesh: str, plan: str) -> list[float]:
     return losses
 
 
-def test_checkpoints_are_resharded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [["muon"], pytest.param(sorted(FACTORIES.keys() - {"muon"}), marks=pytest.mark.slow)],
+    ids=["muon", "others"],
+)
+def test_checkpoints_are_resharded(names: list[str], tmp_path: Path) -> None:
     """Saved under ZeRO-3 on two ranks; resumed with split operators, and on one device."""
-    names = list(FACTORIES)
     ranks = run_ranks(_save_and_resume, str(tmp_path), names, count=2)
     for number, name in enumerate(names):
         whole, _ = reference(name, batches(STEPS))

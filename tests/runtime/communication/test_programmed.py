@@ -78,7 +78,9 @@ def check(ranks: list[dict[Any, Any]]) -> None:
                 assert torch.equal(ours, ranks[0][key][1]), (key, "other bits on another rank")
 
 
-@pytest.mark.parametrize("text", ["cpu: gpu=4", "cpu: node=2, gpu=2"])
+@pytest.mark.parametrize(
+    "text", [pytest.param("cpu: gpu=4", marks=pytest.mark.slow), "cpu: node=2, gpu=2"]
+)
 def test_on_four_ranks(text: str) -> None:
     axes = Mesh.parse(text).names
     check(run_ranks(everything, text, axes, 1))

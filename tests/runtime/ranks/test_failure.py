@@ -233,7 +233,7 @@ def succeed(rank: int, folder: Path) -> None:
     (folder / f"{rank}.done").touch()
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.slow), "tcp"])
 def test_nobody_fails(store: str, tmp_path: Path) -> None:
     ended = run(succeed, tmp_path, store)
     for rank, end in enumerate(ended):
