@@ -19,6 +19,7 @@ from autopar.planning.pipelines import stages
 from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.plan_model import plan_evenly
+from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from tests.support import models
 
@@ -83,11 +84,10 @@ def test_stages_that_are_pinned_alike_are_planned_once(monkeypatch: pytest.Monke
     model, batch = models.gpt2(layers=4)
     mesh, made = Mesh.parse("H100: node=4, gpu=2"), list[Graph]()
     graph = capture_call(Call(model, (), batch), Options(), Trace(None), 2).graph
-    real = stages.make_plan
 
     def counted(part: Graph, *args: object) -> object:
         made.append(part)
-        return real(part, *args)  # type: ignore[arg-type]
+        return make_plan(part, *args)  # type: ignore[arg-type]
 
     def planned(*pins: object) -> tuple[Plan, int]:
         options = Options(stages=4, microbatches=2, pins=pins)  # type: ignore[arg-type]
