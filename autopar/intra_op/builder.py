@@ -208,8 +208,7 @@ class Builder:
             self._again(share),
             self.away,
             self.fused_update,
-            self.given.adds,
-            self.given.ahead,
+            self.given.execution,
         )
 
     def _again(self, share: Node) -> float:
