@@ -289,8 +289,7 @@ def _assumptions(plan: StagePlan) -> Assumptions:
         bucket=plan.bucket,
         precision=plan.precision,
         offload=plan.offload,
-        adds=execution.adds,
-        ahead=execution.ahead,
+        execution=execution,
     )
 
 

@@ -74,6 +74,11 @@ def accumulation_work(gradient: float, total: float, dtype: str) -> Work:
     return Work("aten.add.Tensor", total / DTYPE_BYTES[dtype], gradient + 2 * total, dtype)
 
 
+def copy_work(read: float, written: float, dtype: str) -> Work:
+    """Returns the work of copying `read` bytes into `written` bytes of elements of `dtype`."""
+    return Work("aten.copy_", 0.0, read + written, dtype)
+
+
 def rounding_work(nbytes: float, rounded: float, dtype: str) -> Work:
     """Returns the work of rounding `nbytes` bytes of masters to `rounded` bytes of parameters."""
     return Work("rounding", nbytes / DTYPE_BYTES[dtype], nbytes + rounded, dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.intra_op.node_choices import AllowedStorages
+from autopar.ir.executed.execution import AS_WRITTEN, Execution
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
@@ -33,8 +34,7 @@ class Assumptions:
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives overlap with the linears around them.
         stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
-        adds: whether products add the gradients of weights to those of earlier microbatches.
-        ahead: whether updated parameters are gathered beside the next step's forward.
+        execution: how kernels are run; of its settings, only those of parameters count here.
         late_loss: whether the loss is summed over devices later, outside the program.
     """
 
@@ -50,8 +50,7 @@ class Assumptions:
     fused_update: bool = False
     overlapped: bool = False
     stored: Mapping[str, Storage] = field(default_factory=dict)
-    adds: bool = False
-    ahead: bool = False
+    execution: Execution = AS_WRITTEN
     late_loss: bool = False
 
 

@@ -92,7 +92,7 @@ def build(
         refetched=builder.refetched,
         stowed=builder.stowed,
         host=builder.host,
-        ahead=given.ahead,
+        ahead=given.execution.ahead,
         overlapped=builder.hidden.found,
         coming=0.0 if builder.away is None else builder.away.seconds / given.microbatches,
     )

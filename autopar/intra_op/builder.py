@@ -208,9 +208,8 @@ class Builder:
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         given, again = self.given, self._again(share)
         return traffic.cost(
-            given.microbatches, self.waits, again, self.away, self.fused_update, given.adds,
-            given.ahead,
-        )  # fmt: skip
+            given.microbatches, self.waits, again, self.away, self.fused_update, given.execution
+        )
 
     def _again(self, share: Node) -> float:
         """Returns the fraction of a parameter's blocks that are recomputed."""

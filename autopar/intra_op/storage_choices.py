@@ -14,10 +14,11 @@ from functools import cached_property, partial
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.cost.operator_memory import reduction_staging
-from autopar.cost.work import Work, accumulation_work
+from autopar.cost.work import Work, accumulation_work, copy_work
 from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.node_choices import Option
 from autopar.ir.collective import Collective
+from autopar.ir.executed.execution import AS_WRITTEN, Execution
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import IN_FLIGHT
@@ -53,7 +54,8 @@ class StoredCost:
             previous block, or with the forward once it is updated; included in `seconds`.
         reduced: its gradient's collectives once per step; seconds of a whole step.
         gathered: gathering it after the optimizer has run; seconds of a whole step.
-        added: adding its gradient to those of earlier microbatches; included in `seconds`.
+        added: kernels of its own, which add its gradient to those of earlier microbatches, and copy
+            out of and into messages; included in `seconds`.
         nbytes: bytes by role; see `lifetimes.Role`.
         host: bytes in host memory.
     """
@@ -102,6 +104,8 @@ class StoredTraffic:
         at_end: whether gradients are reduced after the backward, all at once.
         residual: bytes of the residuals of compressed messages that a skipped step must restore.
         added: seconds of adding a gradient to those of earlier microbatches.
+        copied: seconds of copying it out of its messages and its gradient into them, where a system
+            does so, by when they are sent.
     """
 
     seconds: dict[str, float]
@@ -112,6 +116,7 @@ class StoredTraffic:
     at_end: bool
     residual: float
     added: float
+    copied: dict[str, float]
 
     def cost(
         self,
@@ -120,8 +125,7 @@ class StoredTraffic:
         again: float = 0.0,
         away: HostStateCost | None = None,
         fused: bool = False,
-        adds: bool = False,
-        ahead: bool = False,
+        how: Execution = AS_WRITTEN,
     ) -> StoredCost:
         """Returns the price of the choice.
 
@@ -131,18 +135,19 @@ class StoredTraffic:
             again: share of its blocks that are recomputed in the backward, and gather it again.
             away: costs of optimizer state in host memory, None if it is on the device.
             fused: whether the update is one kernel, which needs no temporaries.
-            adds: whether products add gradients to those of earlier microbatches.
-            ahead: whether it is gathered beside the next forward, once it is updated.
+            how: whether products add gradients, whether it is gathered beside the next forward,
+                and whether it is copied out of messages, and its gradient into them.
         """
-        totals = {
-            when: seconds * (microbatches if when in EACH else 1)
-            for when, seconds in self.seconds.items()
-        }
-        # A recomputed block gathers it for that, and then has it for the backward.
-        totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
+        totals, copied = (
+            {name: each * (microbatches if name in EACH else 1) for name, each in kind.items()}
+            for kind in (self.seconds, self.copied)
+        )
+        for kind in (totals, copied):
+            # A recomputed block gathers it for that, and then has it for the backward.
+            kind["backward"] = kind["forward"] * again + kind["backward"] * (1 - again)
         shown = 0.0 if waits else 1 / microbatches
         synchronised = shown * (totals["accumulate"] + totals["reduce"])
-        fetched = shown * (totals["forward"] + totals["update"] * ahead)
+        fetched = shown * (totals["forward"] + totals["update"] * how.ahead)
         refetched = shown * totals["backward"]
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_separate, backward_separate = self.separate_gathers
@@ -161,7 +166,8 @@ class StoredTraffic:
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
             "update": 0.0 if fused else updated if away is None else away.share * (updated + host),
         }
-        added = self.added * (microbatches > 1 and not adds)
+        added = self.added * (microbatches > 1 and not how.adds)
+        added += how.copies * sum(copied.values()) / microbatches
         return StoredCost(
             (sum(totals.values()) + coming) / microbatches + added,
             synchronised,
@@ -198,7 +204,13 @@ def stored_traffic(
     """
     own, sent = precision.updated(tensor, trained), precision.sent(tensor, trained)
     seconds = dict.fromkeys((*EACH, "reduce", OWNERS, "update"), 0.0)
+    copied = dict.fromkeys((*EACH, "reduce"), 0.0)
     hops = storage.hops(tensor, mesh, 1, trained, precision)
+    for hop in hops:
+        if hop.when in copied:
+            message, kind = (hop.src, sent) if hop.when in REDUCED else (hop.dst, tensor)
+            read, written = (float(message.local_bytes(each, mesh)) for each in (tensor, kind))
+            copied[hop.when] = model.compute(copy_work(read, written, tensor.dtype))
     for hop in (*hops, *(owner_hops(rule, storage, own, mesh) if trained else ())):
         seconds[hop.when] += hop.seconds(model.collective, bucket)
     types = {"held": tensor, "used": tensor, "kept": tensor, "grads": own, "updated": own}
@@ -222,7 +234,9 @@ def stored_traffic(
     arriving = sent if any(hop.when == "accumulate" for hop in hops) else tensor
     gradient = float(storage.grads.local_bytes(arriving, mesh))
     added = model.compute(accumulation_work(gradient, nbytes["grads"], own.dtype)) * trained
-    return StoredTraffic(seconds, nbytes, states, separate, max(levels), at_end, residual, added)
+    return StoredTraffic(
+        seconds, nbytes, states, separate, max(levels), at_end, residual, added, copied
+    )
 
 
 def _no_states(away: bool, in_parts: bool) -> tuple[LocalState, ...]:

@@ -213,8 +213,7 @@ class Planner:
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
             stored=options.stored,
-            adds=options.execution.adds,
-            ahead=options.execution.ahead,
+            execution=options.execution,
             late_loss=self._late_loss,
         )
         return build(

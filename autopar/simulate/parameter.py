@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.cost.work import copy_work
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Node
 from autopar.ir.storage import Hop, Storage
@@ -79,6 +80,16 @@ class Gather:
         buffer, ready = self.arrived.pop(weight.name)
         buffer.holders -= 1
         return buffer, ready
+
+    def receive(self, block: str, recorder: Recorder, copies: bool) -> None:
+        """Waits for the parameters of a block; `copies` takes them out of their messages."""
+        self.done.add(block)
+        for name, (buffer, ready) in self.coming.pop(block).items():
+            self.arrived[name] = (buffer, ready)
+            if copies:
+                leaf = self.members[block][name].leaf
+                works = (copy_work(buffer.nbytes, buffer.nbytes, leaf.type.dtype),)
+                recorder.compute(f"copy of {name} out of a message", name, works, [ready])
 
     def drop(self, recorder: Recorder, but: str = "") -> None:
         """Drops gathered parameters that no reader took, except those of one block."""

@@ -19,6 +19,7 @@ from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Hop, rows, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.buffers import Buffer, Recorder, Value
+from autopar.simulate.message_copies import copy_in
 from autopar.simulate.parameter import Gather, Key, Used, Weight, one_call, path_key, titled
 from autopar.simulate.task import Cause
 
@@ -41,7 +42,7 @@ class Weights:
         rooms: parts of that buffer that are still free, by parameter; None before it is allocated.
         accelerator: see `Settings`.
         casts: whether gradients are cast before the update, rather than by its kernel.
-        in_place, adds, ahead: see `Settings`.
+        in_place, adds, ahead, copies: see `Settings`.
         plain: dtypes of parameters without collectives whose gradients accumulate, by the id of
             their value.
         waiting: gradients that wait for their bucket to fill, by time and collectives.
@@ -63,6 +64,7 @@ class Weights:
     in_place: bool = False
     adds: bool = False
     ahead: bool = False
+    copies: bool = False
     plain: dict[int, str] = field(default_factory=dict)
     precision: Precision = AS_IS
     together: bool = False
@@ -136,10 +138,9 @@ class Weights:
         """Waits for the parameters of a block, and starts to gather those of the next block."""
         block = block or weight.block
         gather.drop(self.recorder, but=block)
-        gather.done.add(block)
         if block not in gather.coming:
             self._depart(gather, block, False)
-        gather.arrived.update(gather.coming.pop(block))
+        gather.receive(block, self.recorder, self.copies)
         order = gather.order()
         place = order.index(block) + step if block in order else -1
         kind = "parameter" if gather is self.fetched else "refetch"
@@ -186,13 +187,11 @@ class Weights:
 
     def give(self, used: Used) -> None:
         """Takes over the gradient of a used parameter from the backward."""
-        weight, source, target = used.weight, used.weight.value, used.target
-        source.readers -= 1
-        gradient, ready = target.gradient, target.gradient_ready
-        if gradient is None:
-            return
-        target.gradient = None
-        self.take(weight, gradient, ready)
+        target, gradient = used.target, used.target.gradient
+        used.weight.value.readers -= 1
+        if gradient is not None:
+            target.gradient = None
+            self.take(used.weight, gradient, target.gradient_ready)
 
     def take(self, weight: Weight, gradient: Buffer, ready: int) -> None:
         """Sends the gradient of a parameter, given in its used layout."""
@@ -279,6 +278,8 @@ class Weights:
         weights = [weight for weight, _, _ in together]
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
         paths = list(zip(*(weight.path(key[0]) for weight in weights), strict=True))
+        if self.copies:
+            copy_in(recorder, weights, buffers, key[1], ready)
         for place, hops in enumerate(paths):
             call = one_call(hops)
             title = f"{call.title} of {titled('gradient', weights)}"

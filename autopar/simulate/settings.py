@@ -31,6 +31,7 @@ class Settings:
             into theirs, and no tensors of one call are copied into a buffer that is sent.
         adds: whether products add the gradients of weights to those of earlier microbatches.
         ahead: whether updated parameters are gathered beside the next step's forward.
+        copies: whether parameters are copied out of messages, and gradients into them.
     """
 
     update_bytes: float = 2.0
@@ -42,6 +43,7 @@ class Settings:
     in_place: bool = False
     adds: bool = False
     ahead: bool = False
+    copies: bool = False
 
 
 def settings_on(
@@ -60,5 +62,5 @@ def settings_on(
     temporaries = 0.0 if execution.compiled == "all" else 1.0
     return Settings(
         temporaries, True, True, overlap, host, execution.optimizer, execution.together,
-        execution.adds, execution.ahead and not execution.waits,
+        execution.adds, execution.ahead and not execution.waits, execution.copies,
     )  # fmt: skip

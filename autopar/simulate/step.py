@@ -92,6 +92,7 @@ class _Step:
             in_place=settings.in_place,
             adds=settings.adds,
             ahead=settings.ahead,
+            copies=settings.copies,
             precision=plan.precision,
             together=plan.fuses_update and not plan.offload.optimizer,
         )

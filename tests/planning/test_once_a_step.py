@@ -87,7 +87,9 @@ def test_the_planner_pays_what_a_simulated_microbatch_adds(
         weight, True, storage, mesh, prices, ADAMW.rules[0],
         precision=Precision("bf16", communication=sent),
     )  # fmt: skip
-    added, fused = (traffic.cost(MICROBATCHES, waits=True, adds=adds) for adds in (False, True))
+    added, fused = (
+        traffic.cost(MICROBATCHES, waits=True, how=Execution(adds=adds)) for adds in (False, True)
+    )
     total = 4 * weight.numel / (2 if state == "zero3" else 1)
     work = accumulation_work(read * weight.numel, total, "f32")
     assert added.added == pytest.approx(prices.compute(work))
@@ -97,6 +99,33 @@ def test_the_planner_pays_what_a_simulated_microbatch_adds(
     expected = (moved + chip.memory_ramp) / rate + chip.launch
     assert added.added == pytest.approx(expected)
     assert traffic.cost(1, waits=True).added == 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_copies_out_of_and_into_messages_are_paid_at_the_speed_of_memory(microbatches: int) -> None:
+    """Of a weight in bf16: read and written for each gather; its gradient, written in f32."""
+    mesh, weight = Mesh.parse("H100: data=2"), TensorType("bf16", (1024, 1024))
+    used, prices = Layout(((), ()), varying=("data",)), AnalyticModel(mesh, in_step=True)
+    chip, seconds = device(mesh), {}
+    rate = chip.memory_bandwidth * chip.memory_efficiency
+    for state in ("zero3", "zero3, gathered again", "ddp"):
+        storage = StateChoice.read(state, mesh).storages(used, weight, mesh)[0]
+        traffic = stored_traffic(
+            weight, True, storage, mesh, prices, ADAMW.rules[0], precision=Precision("bf16")
+        )
+        plain, copied = (
+            traffic.cost(microbatches, waits=True, how=Execution(copies=copies))
+            for copies in (False, True)
+        )
+        seconds[state] = copied.seconds - plain.seconds
+        assert copied.added - plain.added == pytest.approx(seconds[state])
+        assert copied.nbytes == plain.nbytes
+    each = {
+        nbytes: (nbytes * weight.numel + chip.memory_ramp) / rate + chip.launch for nbytes in (4, 6)
+    }
+    assert seconds["zero3"] == pytest.approx(each[4] + each[6])
+    assert seconds["zero3, gathered again"] == pytest.approx(2 * each[4] + each[6])
+    assert seconds["ddp"] == pytest.approx(each[6] / microbatches)  # reduced once a step
 
 
 def test_updated_parameters_are_gathered_beside_the_first_forwards() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,10 +12,14 @@ from autopar.intra_op.pins.layout_pins import Pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
+from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
+from autopar.planning.pipelines import stages
 from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.plan_model import plan_evenly
+from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from tests.support import models
 
@@ -71,3 +77,30 @@ def test_refusals(gpt2: tuple[Graph, tuple[Graph, ...]]) -> None:
         stage_pins(graph, parts, [MESH] * 5, Options(pins={"nowhere": "[4]"}))
     with pytest.raises(PinError, match="is not a pin"):
         stage_pins(graph, parts, [MESH] * 5, Options(pins=[3]))  # type: ignore[list-item]
+
+
+def test_stages_that_are_pinned_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is that of stages planned one by one. A pin on one of them makes it different."""
+    model, batch = models.gpt2(layers=4)
+    mesh, made = Mesh.parse("H100: node=4, gpu=2"), list[Graph]()
+    graph = capture_call(Call(model, (), batch), Options(), Trace(None), 2).graph
+
+    def counted(part: Graph, *args: object) -> object:
+        made.append(part)
+        return make_plan(part, *args)  # type: ignore[arg-type]
+
+    def planned(*pins: object) -> tuple[Plan, int]:
+        options = Options(stages=4, microbatches=2, pins=pins)  # type: ignore[arg-type]
+        made.clear()
+        return plan_evenly(graph, mesh, options, Trace(None)), len(made)
+
+    monkeypatch.setattr(stages, "make_plan", counted)
+    shared, times = planned(megatron("gpu"))
+    whole = {"transformer.h.2.mlp.c_fc.weight": "[32, 128]"}
+    pinned, more = planned(whole)
+    assert [bool(stage.pins) for stage in pinned.stages] == [False, False, True, False]
+    numbers = itertools.count()
+    monkeypatch.setattr(stages, "spoken", lambda part, pins: (("", (next(numbers),)),))
+    alone, each = planned(megatron("gpu"))
+    assert (times, more, each) == (3, 4, 4)
+    assert shared == alone

@@ -25,6 +25,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
     adds                products add the gradients of weights to those of earlier microbatches, as
                         Megatron's gradient_accumulation_fusion; their further bytes are hidden.
                         By default, a kernel for each weight reads both and writes the sum
+    copies              gathered parameters are copied out of the message, and gradients into the
+                        one that reduces them, beside no other kernel, as by torch's FSDP2
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values. Of
                         all settings, programs run the first two of these alone
@@ -49,7 +51,7 @@ LOSSES = ("steps", "inplace", "compiled")
 REDUCTIONS = ("steps",)
 CONVOLUTIONS = ("direct",)
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged", "waits", "together", "ahead", "adds", "joined", "deterministic")
+_FLAGS = ("merged", "waits", "together", "ahead", "adds", "copies", "joined", "deterministic")
 _NUMBERS = ("optimizer", "reserve")
 _KNOWN = {
     "compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW,
@@ -69,6 +71,7 @@ class Execution:
         together: whether gradients are reduced by one call behind the backward.
         ahead: whether updated parameters are gathered beside the next step's forward.
         adds: whether products add the gradients of weights to those of earlier microbatches.
+        copies: whether parameters are copied out of messages, and gradients into them.
         loss: "", "steps", "inplace" or "compiled".
         reductions: "" or "steps".
         convolutions: "" or "direct".
@@ -90,6 +93,7 @@ class Execution:
     together: bool = False
     ahead: bool = False
     adds: bool = False
+    copies: bool = False
     loss: str = ""
     reductions: str = ""
     convolutions: str = ""

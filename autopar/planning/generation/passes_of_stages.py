@@ -21,7 +21,7 @@ from autopar.planning.options import SCHEDULE, Options
 from autopar.planning.pipelines.borders import Messages
 from autopar.planning.pipelines.schedule_names import groups_for, schedule_of
 from autopar.planning.pipelines.simulated import crossings
-from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.pipelines.stage_pins import Spoken, spoken, stage_pins
 from autopar.planning.pipelines.stages import (
     equal_parts,
     even_ends,
@@ -99,16 +99,15 @@ def plan_in_stages(graph: Graph, mesh: Mesh, options: Options) -> Plan:
     pins = stage_pins(graph, parts, [devices[at].mesh for at in placed], options)
     # Stages of one group share its memory.
     room = limit_of(devices[0].mesh, options) * groups / stages
-    known: dict[str, tuple[Graph, StagePlan]] = {}
+    known: dict[tuple[str, Spoken], tuple[Graph, StagePlan]] = {}
     plans = []
     for number, (part, end, at) in enumerate(zip(parts, (*ends, ""), placed, strict=True)):
-        # Stages with pins are never equal, because pins are by name.
-        key = str(number) if pins[number] else alike(part)
+        key = (alike(part), spoken(part, pins[number]))
         if key not in known:
             own = replace(options, pins=pins[number], memory=room)
             known[key] = part, make_plan(part, devices[at].mesh, own, Trace(None))
         other, plan = known[key]
-        plan = plan if other is part else translated(other, plan, part)
+        plan = plan if other is part else translated(other, plan, part, pins[number])
         plans.append(replace(plan, end=end, starts=(devices[at].start,)))
     return Plan(fingerprint(graph), mesh, tuple(plans), 1, options.schedule)
 

@@ -14,7 +14,9 @@ from autopar.cost.network import Network
 from autopar.inter_op.partition import Transfer
 from autopar.inter_op.submeshes import Cluster, SubMesh
 from autopar.ir.collective import Collective
+from autopar.ir.crossing import Side, crossing
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.prices import cost_model
@@ -32,6 +34,20 @@ class Messages:
 
     def __init__(self, mesh: Mesh, price: Callable[[Mesh], CostModel]) -> None:
         self.mesh, self.price = mesh, price
+        self._busiest: dict[tuple[object, ...], int] = {}
+
+    def busiest(self, tensor: TensorType, source: Side, target: Side) -> int:
+        """Returns the bytes of the rank that sends or receives most of a value between two stages.
+
+        They do not depend on where in the cluster a pair of stages is.
+        """
+        first = source.ranks[0]
+        ranks = tuple(tuple(rank - first for rank in side.ranks) for side in (source, target))
+        key = (tensor, source.mesh, source.layout, target.mesh, target.layout, *ranks)
+        if key not in self._busiest:
+            elements = crossing(tensor, source, target).busiest
+            self._busiest[key] = elements * DTYPE_BYTES[tensor.dtype]
+        return self._busiest[key]
 
     def along(self, part: int, axis: str, nbytes: int) -> float:
         """Returns the seconds of a message along an axis of one part."""

@@ -23,11 +23,10 @@ from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.steady_state import steady
 from autopar.intra_op.work.kernel_work import works
-from autopar.ir.crossing import Side, crossing
+from autopar.ir.crossing import Side
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
-from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
@@ -132,14 +131,14 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
     options = replace(options, whole=plan.mesh)
     prices = cache(lambda mesh: cost_model(mesh, options))
     known: dict[tuple[str, Mesh, tuple[object, ...]], StageFigures] = {}
-    figures = []
+    figures, messages = [], Messages(plan.mesh, prices)
     for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
         stage = replace(stage, microbatches=taken(schedule))  # gradients of others are used up
         # Stages that differ in names only have the same figures.
         key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
-        there, back = crossings(graphs, plan, number, Messages(plan.mesh, prices))
+        there, back = crossings(graphs, plan, number, messages)
         figures.append(replace(known[key], arriving=there, returning=back))
     wiring = wiring_of(graphs, [stage.mesh for stage in plan.stages])
     costs = _costs(graphs, plan, schedule, figures, prices)
@@ -263,8 +262,7 @@ def crossings(
         directions = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
         seconds = []
         for one, other in directions:
-            transfer = crossing(leaf.type, one, other)
-            nbytes = transfer.busiest * DTYPE_BYTES[leaf.type.dtype]
+            nbytes = messages.busiest(leaf.type, one, other)
             seconds.append(messages.between(source.starts[0], target.starts[0], nbytes))
         there += seconds[0]
         back += sum(seconds[1:])

@@ -357,8 +357,7 @@ class StageCosts:
             offload=offload,
             fused_update=fused,
             overlapped=ASYNC in self.options.fuse,
-            adds=self.options.execution.adds,
-            ahead=self.options.execution.ahead,
+            execution=self.options.execution,
         )
         table, pins = self.options.table, pins_of(layered.graph, graph, mesh, self.options)
         built = build(graph, mesh, prices, table, given, pins=pins)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import PinError
-from autopar.intra_op.pins.layout_pins import joined, naming
+from autopar.intra_op.pins.layout_pins import Pins, joined, naming
 from autopar.intra_op.pins.pin_functions import PinFunction, resolve_pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -55,6 +55,29 @@ def stage_pins(
             todo="take names from model.named_parameters(), model.named_modules() or the plan",
         )
     return result
+
+
+Spoken = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def spoken(graph: Graph, pins: Mapping[str, str]) -> Spoken:
+    """Returns the texts of pins with the places of the nodes that they are on.
+
+    These are equal for stages that differ only in names and are pinned alike.
+    """
+    if not pins:
+        return ()
+    known = Pins(graph, pins)
+    place = {node.name: at for at, node in enumerate(graph.nodes)}
+    return tuple(
+        sorted(
+            (
+                str(pin),
+                tuple(place[node.name] for node in graph.folded if known.speaks(key, pin, node)),
+            )
+            for key, pin in known.pins
+        )
+    )
 
 
 def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str, str]:

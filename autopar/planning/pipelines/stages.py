@@ -30,7 +30,7 @@ from autopar.planning.pipelines.schedule_names import (
     stages_of_rank,
 )
 from autopar.planning.pipelines.simulated import predicted
-from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.pipelines.stage_pins import Spoken, spoken, stage_pins
 from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
 from autopar.planning.pipelines.streaming import Copies, copies_of, options_for, taken
 from autopar.planning.pipelines.wiring import wiring_of
@@ -179,11 +179,9 @@ def plan_stages(
     shared = rank_stages or [stages_of_rank(rows, number) for number in range(len(parts))]
     wiring = wiring_of(parts, meshes)
     further = copies_of(rows, wiring)
-    alone: dict[tuple[str, Mesh, str, str, float, Copies], list[int]] = {}
+    alone: dict[tuple[str, Mesh, Spoken, str, float, Copies], list[int]] = {}
     for number, part in enumerate(parts):
-        # Stages with pins are never equal, because pins are by name.
-        pinned = str(number) if pins[number] else ""
-        held_too = shared[number], further[number]
+        pinned, held_too = spoken(part, pins[number]), (shared[number], further[number])
         key = (alike(part), meshes[number], pinned, again[number], *held_too)
         alone.setdefault(key, []).append(number)
     kept = {number: in_flight(rows, number) for number in range(len(parts))}
@@ -213,7 +211,7 @@ def plan_stages(
             sorted({kept[number] for number in same}),
             lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
         )
-        plans |= {n: translated(parts[one], by_count[kept[n]], parts[n]) for n in same}
+        plans |= {n: translated(parts[one], by_count[kept[n]], parts[n], pins[n]) for n in same}
     stages = tuple(
         replace(plans[number], end=end, starts=tuple(sub.start for sub in held[number]))
         for number, end in enumerate((*ends, ""))
@@ -232,14 +230,21 @@ def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph
     return tuple(stages)
 
 
-def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
-    """Returns the plan of a graph as the plan of another graph that differs only in names."""
+def translated(graph: Graph, plan: StagePlan, other: Graph, pins: Mapping[str, str]) -> StagePlan:
+    """Returns the plan of a graph as that of another graph, which differs only in names.
+
+    Args:
+        graph, plan: the graph and its plan.
+        other: the other graph.
+        pins: its pins, which say the same as those of the plan.
+    """
     names = dict(zip((n.name for n in graph.nodes), (n.name for n in other.nodes), strict=True))
     return replace(
         plan,
         graph=fingerprint(other),
         nodes={names[name]: entry for name, entry in plan.nodes.items()},
         replicated={names[name]: seconds for name, seconds in plan.replicated.items()},
+        pins=dict(pins),
     )
 
 
