@@ -4,8 +4,9 @@ The strategies of an operator, and the storages of a parameter, grow as a power 
 mesh axes; the pairs of layouts that an edge prices grow as its square. On `MANY` axes and more, a
 choice therefore divides the axes, in mesh order, into at most `RUNS` runs of neighbours, and uses
 all axes of a run alike. Neighbouring axes that are used alike are as one axis of their product, so
-every plan of a mesh of two axes remains, for every way to merge the axes into two. The number of
-choices then grows linearly with the axes.
+every plan of a mesh of two axes remains, for every way to merge the axes into two. An operator may
+have one run more if the first two split its rows, as data and context parallelism do beside tensor
+parallelism. The number of choices then grows as the square of the number of axes at most.
 
 All prices are those of the whole mesh. A node with a pin keeps all its choices.
 """
@@ -28,9 +29,19 @@ def most_runs(mesh: Mesh) -> int | None:
     return RUNS if len(_names(mesh)) >= MANY else None
 
 
-def within_runs(uses: Iterable[object], most: int | None) -> bool:
-    """Returns whether the uses of the axes, in mesh order, form at most `most` runs."""
-    return most is None or sum(1 for _ in groupby(uses)) <= most
+def within_runs(uses: Iterable[object], most: int | None, rows: Sequence[object] = ()) -> bool:
+    """Returns whether the uses of the axes form few enough runs.
+
+    Args:
+        uses: of the axes, in mesh order.
+        most: number of runs; None for any number.
+        rows: the uses that split rows, ordered. Runs of two of them may have one run more behind.
+    """
+    runs = [use for use, _ in groupby(uses)]
+    if most is None or len(runs) <= most:
+        return True
+    places = [rows.index(use) for use in runs[:2] if use in rows]
+    return len(runs) == most + 1 and len(places) == 2 and places[0] < places[1]
 
 
 def storage_within(storage: Storage, mesh: Mesh, most: int | None) -> bool:

@@ -166,6 +166,16 @@ class Signature:
         held = self.whole | self.tied.keys()
         return tuple(f for f in self.sizes if f not in held and self.sizes[f] > 1)
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Factors of all dimensions but the last of the largest tensor, such as batch and sequence.
+
+        Results come before operands of as many dimensions.
+        """
+        tensors = (*self.results, *self.operands)
+        dims = max(tensors, key=len, default=())
+        return tuple(factor for factors in dims[:-1] for factor in factors)
+
 
 def written(rule: OpRule, node: Node, operands: tuple[TensorType, ...]) -> str:
     """Returns the factor string of a rule for one node."""

@@ -125,8 +125,9 @@ def _strategies(
 def _assignments(
     signature: Signature, axes: list[Axis], choices: list[str], runs: int | None
 ) -> Iterator[tuple[tuple[str, str], ...]]:
+    rows = signature.rows
     for parts in itertools.product(choices, repeat=len(axes)):
-        if not within_runs(parts, runs):
+        if not within_runs(parts, runs, rows):
             continue
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):

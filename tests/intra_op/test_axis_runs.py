@@ -34,19 +34,38 @@ def parts(strategy: Strategy) -> tuple[str, ...]:
     return tuple(part for _, part in strategy.parts)
 
 
-def test_the_strategies_kept_are_those_of_all_ways_to_merge_the_axes_into_two() -> None:
+def test_the_strategies_kept_are_those_of_all_ways_to_merge_the_axes() -> None:
+    """Into two axes; and into three if the first splits the batch and the second the sequence."""
     kept = {parts(one) for one in strategies(LINEAR, mesh(4), axis_runs.RUNS)}
     pairs = {parts(one) for one in strategies(LINEAR, mesh(2))}
-    assert kept == {(a,) * outer + (b,) * (4 - outer) for a, b in pairs for outer in (1, 2, 3)}
+    few = {(a,) * outer + (b,) * (4 - outer) for a, b in pairs for outer in (1, 2, 3)}
+    batch, sequence = LINEAR.rows
+    triples = {uses for one in strategies(LINEAR, mesh(3)) if (uses := parts(one))[0] == batch}
+    more = {
+        (*((batch,) * first), *((sequence,) * second), *((last,) * (4 - first - second)))
+        for *rows, last in triples
+        if rows == [batch, sequence]
+        for first, second in ((1, 1), (1, 2), (2, 1))
+    }
+    assert kept == few | more
+    assert {len(list(groupby(uses))) for uses in more} == {2, 3}
     every = [parts(one) for one in strategies(LINEAR, mesh(4))]
-    assert kept == {uses for uses in every if len(list(groupby(uses))) <= 2}
-    assert len(every) > 5 * len(kept)
+    assert kept < set(every)
+    assert len(every) > 4 * len(kept)
 
 
-def test_the_choices_grow_linearly_with_the_axes() -> None:
+def test_the_choices_grow_as_the_square_of_the_number_of_axes_at_most() -> None:
     counts = [len(strategies(LINEAR, mesh(axes), axis_runs.RUNS)) for axes in (3, 4, 5, 6)]
-    steps = {after - before for before, after in pairwise(counts)}
-    assert len(steps) == 1
+    steps = [after - before for before, after in pairwise(counts)]
+    assert len({after - before for before, after in pairwise(steps)}) == 1
+
+
+def test_data_context_and_tensor_parallelism_lie_beside_each_other() -> None:
+    """Attention may split its batch, its sequence and its heads, in the order of the mesh."""
+    shape = (64, 64, 64, 64)
+    heads = resolved("aten.scaled_dot_product_attention", [shape] * 3, shape)
+    kept = {strategy.results[0].dims for strategy in strategies(heads, mesh(4), axis_runs.RUNS)}
+    assert (("a",), ("c", "d"), ("b",), ()) in kept
 
 
 def test_meshes_of_up_to_three_axes_have_all_choices() -> None:
