@@ -66,13 +66,15 @@ def only(way: str) -> Iterator[None]:
     _, parts = WAYS[way]
     direct = way.endswith("direct")
 
-    def plain(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
-        every = strategies(signature, mesh)
+    def plain(signature: Signature, mesh: Mesh, runs: int | None) -> tuple[Strategy, ...]:
+        every = strategies(signature, mesh, runs)
         wanted = {} if direct else parts
         return tuple(s for s in every if not signature.together or dict(s.parts) == wanted)
 
-    def formed(node: Node, types: Any, mesh: Mesh) -> Iterator[tuple[Strategy, float]]:
-        for strategy, share in form_strategies(node, types, mesh):
+    def formed(
+        node: Node, types: Any, mesh: Mesh, runs: int | None
+    ) -> Iterator[tuple[Strategy, float]]:
+        for strategy, share in form_strategies(node, types, mesh, runs):
             if node.op != MIXTURE or (direct and dict(strategy.parts) == parts):
                 yield strategy, share
 
