@@ -52,7 +52,7 @@ def run(*arguments: object, code: int = 0) -> Result:
 
 
 def printed(folder: Path) -> str:
-    """What a program prints that runs as a script."""
+    """Returns the output of a program that runs as a script."""
     with redirect_stdout(io.StringIO()) as output:
         runpy.run_path(str(folder / "program.py"), run_name="__main__")
     return output.getvalue()

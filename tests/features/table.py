@@ -110,5 +110,5 @@ def _of(model: str) -> list[str]:
 
 
 def _beside(model: str, feature: Feature) -> list[str]:
-    """The first features that a model can have beside a further one."""
+    """Returns the first features that a model can have beside a further one."""
     return [name for name in _of(model) if name not in feature.alters]

@@ -232,7 +232,7 @@ def model_of(texts: Sequence[str]) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def audited(folder: str) -> list[tuple[str, str]]:
-    """What Python runs and opens while a program of hostile names is loaded and makes a step.
+    """Returns what Python runs and opens while a program of hostile names loads and makes a step.
 
     In a process of its own, since a hook stays as long as the process.
     """

@@ -54,7 +54,7 @@ def captured(layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Gra
 
 @cache
 def calls(how: str) -> Counter[Any]:
-    """Of one step of a program that recomputes so."""
+    """Counts the calls of one step of a program that recomputes in this way."""
     model, batch, _ = captured(4)
     program = autopar.compile(model, "cpu: data=1", example_inputs=batch, recompute=how)
     with Calls() as counted:

@@ -25,7 +25,7 @@ from tests.support.expert_loops import (
 
 
 def mixtures_of(model: nn.Module, tokens: int = 12) -> int:
-    """How many mixtures are found; the graph has the values and gradients of the model."""
+    """Counts mixtures; checks that the graph computes the model's values and gradients."""
     model = model.double()
     torch.manual_seed(tokens)
     with torch.no_grad():

@@ -103,7 +103,7 @@ def test_the_planner_pays_what_a_simulated_microbatch_adds(
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_copies_out_of_and_into_messages_are_paid_at_the_speed_of_memory(microbatches: int) -> None:
-    """Of a weight in bf16: read and written for each gather; its gradient, written in f32."""
+    """Each gather reads and writes a weight in bf16; its gradient is written in f32."""
     mesh, weight = Mesh.parse("H100: data=2"), TensorType("bf16", (1024, 1024))
     used, prices = Layout(((), ()), varying=("data",)), AnalyticModel(mesh, in_step=True)
     chip, seconds = device(mesh), {}

@@ -69,7 +69,7 @@ def regression(seed: int = 0) -> tuple[nn.Module, list[Batch]]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    """Of the next token; transformers' own rounds to float32."""
+    """Returns the loss of the next token, in float64; transformers' own rounds to float32."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 

@@ -21,7 +21,7 @@ from autopar.runtime.parameters.pieces import Piece
 
 
 def array_split(whole: np.ndarray, layout: Layout, mesh: Mesh, place: dict[str, int]) -> np.ndarray:
-    """What a device holds: numpy's array_split, one axis inside the other."""
+    """Returns what a device holds, by numpy's array_split, one axis inside the other."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
             whole = np.array_split(whole, mesh.axis_size(axis), dim)[place[axis]]

@@ -25,7 +25,7 @@ SIZES = (1, 1001)  # fewer elements than chunks, and a number that does not divi
 
 
 def moved(group: Group, kind: str, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a call gives on this rank, and a tensor that it must leave as it is."""
+    """Returns the result of a call on this rank, and a tensor that it must leave as it is."""
     made = torch.Generator().manual_seed(1000 * elements + torch.distributed.get_rank())
     x = torch.randn(group.size * elements, generator=made, dtype=torch.float64) * 100
     x = x.to(dtype)
