@@ -1,10 +1,11 @@
 """Compares every algorithm of a collective with gloo's own call, and predicted with measured times.
 
 It runs on four ranks of one host, on two hosts of two and on four hosts of one, which are network
-namespaces joined by links of a given rate. First, the time of a message inside a host and between
-hosts is measured, which simulated prices use, and all algorithms are compared as by `autopar
-calibrate --collectives`, from which `collectives="auto"` chooses. Then all are measured again, and
-the choice with them. Rows go to results/collectives.csv. More than one host needs root, ip and tc.
+namespaces joined by links of a given rate. First it measures what simulated prices use: the rates
+inside a host and between hosts, and the time of an empty round. Then it compares all algorithms as
+`autopar calibrate --collectives` does, from which `collectives="auto"` chooses. Last, it measures
+all of them again, and the choice with them. Rows go to results/collectives.csv. More than one host
+needs root, ip and tc.
 
     python -m benchmarks.collectives --layouts "one host"
     python -m benchmarks.collectives --layouts "two hosts" --rate 100mbit --inside 1gbit
@@ -106,12 +107,12 @@ def link(first: int, second: int, nbytes: int, runs: int) -> float:
     return seconds(there_and_back, runs) / 2
 
 
-def round_seconds(distance: int, runs: int) -> float:
-    """Seconds of a round of empty messages: all ranks exchange at once, as they share processors.
+def round_seconds(distance: int, nbytes: int, runs: int) -> float:
+    """Seconds of a round in which all ranks exchange at once, as they share cards and processors.
 
     The partners' numbers differ in the bit of `distance`.
     """
-    sent, came = torch.zeros(1), torch.zeros(1)
+    sent, came = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
     partner = dist.get_rank() ^ distance
 
     def exchange() -> None:
@@ -119,21 +120,38 @@ def round_seconds(distance: int, runs: int) -> float:
         for work in dist.batch_isend_irecv(list(calls)):
             work.wait()
 
-    return seconds(exchange, runs, 20)
+    return seconds(exchange, runs)
 
 
-def measured_levels(hosts: int, each: int, runs: int) -> list[Level]:
-    """The network as messages find it; ranks of a host share its card."""
+def rate(taken: Callable[[int], float]) -> float:
+    """Bytes/s of large messages, from the time of two sizes.
+
+    It is measured between two large ones, as the first bytes of a burst are not held back.
+    """
+    return 2 * LARGE / max(taken(3 * LARGE) - taken(LARGE), 1e-9)
+
+
+def empty_rounds(comm: Communicator, axes: tuple[str, ...], runs: int) -> tuple[float, float]:
+    """Seconds of a round of empty messages: of autopar's programs, and of gloo's own calls.
+
+    Links delay nothing here, so it is the time of processors, which all levels share.
+    """
+    ranks, x = dist.get_world_size(), torch.zeros(dist.get_world_size())
+    ours = prepared(comm.group(axes, "halving_doubling"), "all_reduce", x)
+    gloo = prepared(comm.group(axes), "all_reduce", x)
+    per_round = (2 * int(math.log2(ranks)), 2 * (ranks - 1))
+    return seconds(ours, runs, 20) / per_round[0], seconds(gloo, runs, 20) / per_round[1]
+
+
+def measured_levels(hosts: int, each: int, runs: int, latency: float) -> list[Level]:
+    """The network as messages find it, while all ranks communicate and while one is alone."""
     found = []
     for size, peer, name in ((hosts, each, "between"), (each, 1, "inside")):
         if size == 1:
             continue
-        # Between two large ones, as the first bytes of a burst are not held back.
-        large, larger = (link(0, peer, times * LARGE, runs) for times in (1, 3))
-        rate = 2 * LARGE / max(larger - large, 1e-9)
-        share = rate / each if name == "between" else rate
-        latency = round_seconds(peer, runs)
-        found.append(Level(size, share, latency, alone=rate, resource=name))
+        together = rate(lambda nbytes, peer=peer: round_seconds(peer, nbytes, runs))
+        alone = rate(lambda nbytes, peer=peer: link(0, peer, nbytes, runs))
+        found.append(Level(size, together, latency, alone=alone, resource=name))
     return found
 
 
@@ -157,18 +175,26 @@ def simulated(levels: Sequence[Level], kind: str, by: str, nbytes: int, adding: 
 def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures as one rank; all ranks find the same."""
     hosts, each = LAYOUTS[options.worker]
-    levels, adding = measured_levels(hosts, each, options.runs), adding_seconds(options.runs)
     mesh, device = Mesh.parse(f"cpu: node={hosts}, gpu={each}"), torch.device("cpu")
     axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    comm, rows = Communicator(mesh), []
+    latency, library = empty_rounds(comm, axes, options.runs)
+    levels, adding = (
+        measured_levels(hosts, each, options.runs, latency),
+        adding_seconds(options.runs),
+    )
+    gloos = [level._replace(latency=library) for level in levels]
     effort = Effort(tuple(options.bytes), over=(axes,))
     compared = compare(mesh, device, effort, lambda *where: None)
     calibration = Calibration(mesh, torch.__version__, "", exchanges=tuple(compared))
     model = MeasuredModel(mesh, calibration)
     chosen = choose(Network(mesh, model.device), model.collective, model.compared)
-    comm, rows = Communicator(mesh), []
     for kind, nbytes in itertools.product(KINDS, options.bytes):
         said = {c.by: c.time.seconds for c in compared if (c.kind, c.nbytes) == (kind, nbytes)}
-        prices = {by: simulated(levels, kind, by, nbytes, adding) for by in said}
+        prices = {
+            by: simulated(gloos if by == LIBRARY else levels, kind, by, nbytes, adding)
+            for by in said
+        }
         best = chosen.by(kind, axes, nbytes) or LIBRARY
         x = torch.zeros(nbytes // 4)
         runs = {by: prepared(comm.group(axes, by), kind, x) for by in said}
