@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -149,8 +150,8 @@ def measured_levels(hosts: int, each: int, runs: int, latency: float) -> list[Le
     for size, peer, name in ((hosts, each, "between"), (each, 1, "inside")):
         if size == 1:
             continue
-        together = rate(lambda nbytes, peer=peer: round_seconds(peer, nbytes, runs))
-        alone = rate(lambda nbytes, peer=peer: link(0, peer, nbytes, runs))
+        together = rate(partial(round_seconds, peer, runs=runs))
+        alone = rate(partial(link, 0, peer, runs=runs))
         found.append(Level(size, together, latency, alone=alone, resource=name))
     return found
 
