@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.errors import OptionError
+from autopar.errors import BatchError, OptionError
 from autopar.hf import Trainer
 from tests.support.ranks import run_ranks
 
@@ -40,6 +40,8 @@ class Plain(transformers.Trainer):
     """Trainer on one process, with the order of the data that sessions have."""
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        if self.args.train_sampling_strategy == "sequential":
+            return super()._get_train_sampler(dataset)
         sampler = DistributedSampler(
             self.train_dataset, num_replicas=1, rank=0, seed=self.args.seed
         )
@@ -78,7 +80,7 @@ def losses(trainer: transformers.Trainer) -> list[float]:
     return [
         float(row[name])
         for row in trainer.state.log_history
-        for name in ("loss", "eval_loss", "grad_norm")
+        for name in ("loss", "eval_loss", "grad_norm", "num_input_tokens_seen")
         if name in row
     ]
 
@@ -91,7 +93,7 @@ def trained(kind: type, folder: Path, batch: int, **more: Any) -> transformers.T
         model=made,
         args=arguments(folder, batch, **more),
         train_dataset=Texts(18),
-        eval_dataset=Texts(8),
+        eval_dataset=Texts(7),
         **mesh,
     )
     return trainer
@@ -120,12 +122,24 @@ def longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value[:, :most] for name, value in whole.items()}
 
 
-def of_lengths(kind: type, folder: Path, batch: int) -> transformers.Trainer:
-    """A Trainer whose accumulated batches have different lengths and numbers of labels."""
+def of_lengths(kind: type, folder: Path, batch: int, rows: int = 20) -> transformers.Trainer:
+    """A Trainer whose accumulated batches have different lengths and numbers of labels.
+
+    Each epoch ends with a step of fewer batches, or of a smaller one if the rows do not divide.
+    """
     return kind(
         model=Tagger().double(),
-        args=arguments(folder, batch, gradient_accumulation_steps=2, eval_strategy="no"),
-        train_dataset=Texts(16),
+        args=arguments(
+            folder,
+            batch,
+            gradient_accumulation_steps=3,
+            save_strategy="no",
+            optim="rmsprop",
+            train_sampling_strategy="sequential",
+            include_num_input_tokens_seen=True,
+        ),
+        train_dataset=Texts(rows),
+        eval_dataset=Texts(7),
         data_collator=longest,
         **({"mesh": LINE} if kind is Trainer else {}),
     )
@@ -144,12 +158,15 @@ def on_ranks(folder: str) -> dict[str, Any]:
     accumulated.train()
     ragged = of_lengths(Trainer, Path(folder) / "ragged", 2)
     ragged.train()
+    unequal = of_lengths(Trainer, Path(folder) / "unequal", 2, rows=11)
+    with pytest.raises(BatchError, match=r"4, 4, 3 rows(?s:.*)whole_loss"):
+        unequal.train()
     return {
         "losses": losses(whole), "weights": kept, "resumed": losses(resumed),
         "accumulated": losses(accumulated), "ragged": losses(ragged),
         "slices": [each.session.plan.microbatches for each in (accumulated, ragged)],
         "files": {file.name for file in (Path(folder) / "run" / "checkpoint-6").iterdir()},
-        "predicted": whole.predict(Texts(8)).predictions,
+        "predicted": whole.predict(Texts(7)).predictions,
     }  # fmt: skip
 
 
@@ -168,9 +185,9 @@ def test_it_trains_as_on_one_process(tmp_path: Path) -> None:
         trainer.train()
         torch.testing.assert_close(first[name], losses(trainer), rtol=1e-6, atol=1e-6)
     assert not ragged.model_accepts_loss_kwargs
-    assert first["slices"] == [3, 2]
+    assert first["slices"] == [3, 3]
     assert {"autopar", "config.json", "model.safetensors", "trainer_state.json"} <= first["files"]
-    wanted = plain.predict(Texts(8)).predictions
+    wanted = plain.predict(Texts(7)).predictions
     torch.testing.assert_close(first["predicted"], wanted, rtol=1e-9, atol=1e-12)
 
 
