@@ -107,8 +107,9 @@ class Prepared(nn.Module):
         session = self._started(batch)
         if self._accelerator.sync_gradients:
             batches, self._waiting = self._waiting, []
-            pad_to = self._accelerator.options.get("pad_to")
-            whole = joined(batches, self.module, lambda: session.graph, pad_to)
+            options = self._accelerator.options
+            pad_to, together = options.get("pad_to"), options.get("whole_loss", True)
+            whole = joined(batches, self.module, lambda: session.graph, pad_to, together)
             self._set_rates(session.optimizer)
             self.loss = session.step(**whole).detach() * len(batches)
         else:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
+from autopar.errors import BatchError
 from autopar.ir.graph import Graph
 from autopar.session.padding import Padding, padding_of
 
@@ -17,6 +19,7 @@ def joined(
     model: nn.Module,
     graph: Callable[[], Graph],
     pad_to: Any = None,
+    whole_loss: bool = True,
 ) -> dict[str, Any]:
     """Returns the rows of several batches as one batch, padded to the longest.
 
@@ -25,10 +28,21 @@ def joined(
         model: the model.
         graph: returns the captured model, by which padding is checked to have no effect.
         pad_to: the option of `autopar.compile`.
+        whole_loss: the option of `autopar.compile`.
 
     Raises:
-        BatchError: batches differ in length, and padding would change their loss.
+        BatchError: batches differ in length, and padding would change their loss; or they differ in
+            their numbers of rows, and the step has the mean of their losses.
     """
+    rows = [find_batch_size(dict(batch)) for batch in batches]
+    if len(set(rows)) > 1 and not whole_loss:
+        raise BatchError(
+            f"the batches of one step have {', '.join(map(str, rows))} rows",
+            why="the step has the mean of its batches' losses, and microbatches have equal numbers "
+            "of rows",
+            todo="drop the last batch of an epoch (drop_last), or pass "
+            'options={"whole_loss": True} to train on the loss of all rows together',
+        )
     lengths = [
         frozenset(v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1)
         for batch in batches

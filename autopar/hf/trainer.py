@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size, nested_truncate
 
@@ -27,6 +27,13 @@ from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
 
 STATE = "autopar"  # the folder of a session's checkpoint inside that of a Trainer's
+ORDERED = ("sequential", "group_by_length")  # strategies whose samplers Trainer makes
+
+
+def _is_overridden(sampler: Any) -> bool:
+    """Returns whether a subclass of Trainer makes the sampler of the training data."""
+    own = getattr(sampler, "__func__", sampler)
+    return own is not transformers.Trainer._get_train_sampler
 
 
 class SessionModule(nn.Module):
@@ -116,7 +123,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         refuse_foreign_parallelism(self)
         self._mesh = mesh
         self._session: Session | None = None
-        self._options = with_defaults(self, options or {})
+        self._given: CompileKeywords = options or {}
+        self._options = with_defaults(self, self._given)
         # The session recomputes; torch's own checkpointing would be traced.
         self.args.activation_checkpointing = False
         # Every rank counts the items of the whole batch, so Trainer must not add the counts.
@@ -130,18 +138,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The session; compiles the model for the first batch of the training, if there is none."""
         if self._session is None:
             factory, keywords = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if "fused" in keywords:
+                keywords["fused"] = False
             batches = (
                 self.get_train_dataloader()
                 if self.train_dataset is not None
                 else self.get_eval_dataloader()
             )
             several = [next(iter(batches))] * self.args.gradient_accumulation_steps
-            batch = self._joined(several, self._get_num_items_in_batch(several, self.args.device))
+            items = self._get_num_items_in_batch(several, self.args.device)
+            if items is None and "whole_loss" not in self._given:
+                self._options["whole_loss"] = False  # Trainer takes the mean of the batches' losses
+            batch = self._joined(several, items)
             self._session = compile(
                 self.model,
                 self._mesh,
                 example_inputs=batch,
-                optimizer=partial(factory, **{**keywords, "fused": False}),
+                optimizer=partial(factory, **keywords),
                 **self._options,
             )
         return self._session
@@ -180,7 +193,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, batches: list[Mapping[str, Any]], items: Tensor | int | None
     ) -> dict[str, Any]:
         """Returns several batches as one, with the number of tokens that count in their loss."""
-        batch = joined(batches, self.model, lambda: self.session.graph, self._options.get("pad_to"))
+        pad_to, together = self._options.get("pad_to"), self._options.get("whole_loss", True)
+        batch = joined(batches, self.model, lambda: self.session.graph, pad_to, together)
         if items is not None and self.model_accepts_loss_kwargs:
             batch["num_items_in_batch"] = items
         return self._prepared(batch)
@@ -209,10 +223,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
         """Returns a loader of whole batches, equal on every rank."""
-        sampler: DistributedSampler[Any] | None = None
+        sampler: Sampler[Any] | None = None
         if not isinstance(dataset, IterableDataset) and is_training:
-            seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-            sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
+            if self.args.train_sampling_strategy in ORDERED or _is_overridden(sampler_fn):
+                sampler = sampler_fn(dataset)
+            else:
+                seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+                sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
         return DataLoader(
             dataset,
             batch_size * self.args.world_size,
@@ -223,6 +240,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             prefetch_factor=self.args.dataloader_prefetch_factor,
             drop_last=self.args.dataloader_drop_last and is_training,
         )
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Returns this rank's part of a batch's operations, as Trainer adds those of all ranks."""
+        return int(super().floating_point_ops(inputs)) // int(self.args.world_size)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # which adds the tokens of all ranks' batches
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.args.world_size
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as Trainer does; outputs are whole on every rank, so none is gathered."""
@@ -236,11 +263,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluates one batch; returns loss, logits and labels as Trainer does."""
+        """Evaluates one batch; returns logits and labels as Trainer does, and a loss per rank.
+
+        Trainer repeats a loss for each row of a rank's batch, so that a mean weighs it by its rows.
+        """
         self._rows = find_batch_size(inputs)
-        return super().prediction_step(  # type: ignore[no-any-return]
+        loss, logits, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
         )
+        return None if loss is None else loss.repeat(self.args.world_size), logits, labels
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the weights as `save_pretrained` does; every rank must call it."""

@@ -93,7 +93,9 @@ class Compiler:
         captured, plan = self._planned(self._of_replica(call, self.outer), trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts, all_ranks=True)
 
-    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
+    def variant(
+        self, call: Call, first: Compiled, training: bool, count: int | None = None
+    ) -> Compiled:
         """Returns the program of another call, which reads parameters in the layouts of `first`.
 
         Args:
@@ -101,6 +103,7 @@ class Compiler:
             first: the program that stores the parameters.
             training: whether it trains. An evaluation without the arguments of the loss_fn has no
                 loss.
+            count: the number of microbatches, if the schedule supports it.
 
         Raises:
             CaptureError, InfeasibleError, StageError: see `autopar.compile`.
@@ -112,12 +115,13 @@ class Compiler:
         if not training and not call.has_arguments_of(options.loss_fn):
             options = replace(options, loss_fn=None)
         if plan.is_pipeline:
-            plan = replace(plan, microbatches=microbatches_for(plan, call.samples))
-        count = plan.microbatches if plan.is_pipeline else None
+            plan = replace(plan, microbatches=microbatches_for(plan, call.samples, count))
+        sliced = plan.microbatches if plan.is_pipeline else None
         options = replace(options, whole_loss=plan.stages[0].asked.whole_loss)
-        captured = capture_parts(call, plan.stages[0].mesh, options, Trace(None), count)
+        captured = capture_parts(call, plan.stages[0].mesh, options, Trace(None), sliced)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
-        if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
+        alike = text_of_graph(captured.graph) == text_of_graph(first.captured.graph)
+        if alike and plan == first.plan.inner:
             return first
         graph, further = from_first_rank(
             lambda: plan_over(first.captured.graph, plan, captured.graph, options)
@@ -171,11 +175,14 @@ class Compiler:
         return captured, plan
 
 
-def microbatches_for(plan: Plan, samples: int) -> int:
-    """Returns the largest number of microbatches, up to the plan's, for a batch of this size."""
+def microbatches_for(plan: Plan, samples: int, wanted: int | None = None) -> int:
+    """Returns the wanted number of microbatches, or else the largest, for a batch of this size."""
     if not plan.is_pipeline:
         return 1
-    for count in range(plan.microbatches, 0, -1):
+    counts = list(range(plan.microbatches, 0, -1))
+    if wanted is not None:
+        counts.insert(0, wanted)
+    for count in counts:
         if samples % count == 0:
             with suppress(ScheduleError):
                 schedule_of(plan.schedule, groups_of(plan), count)
@@ -199,9 +206,11 @@ class Loader:
         """Returns the compiled call."""
         return self.first
 
-    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
+    def variant(
+        self, call: Call, first: Compiled, training: bool, count: int | None = None
+    ) -> Compiled:
         """Returns a further call over the parameters of the first; see `Compiler.variant`."""
-        return self.compiler.variant(call, first, training)
+        return self.compiler.variant(call, first, training, count)
 
     def generating(
         self, model: nn.Module, sizes: Sizes, first: Compiled | None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.capture.capture import Captured
 from autopar.capture.generation.calls import Sizes
 from autopar.errors import BatchError, CaptureError, ProgramError
+from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
 from autopar.runtime.calls.batches import OF_SHAPE
@@ -31,7 +32,9 @@ class Compiles(Protocol):
     def __call__(self, call: Call) -> Compiled:
         """Compiles the first call."""
 
-    def variant(self, call: Call, first: Compiled, training: bool) -> Compiled:
+    def variant(
+        self, call: Call, first: Compiled, training: bool, count: int | None = None
+    ) -> Compiled:
         """Compiles a further call; its program reads parameters where the first stores them."""
 
     def generating(
@@ -152,13 +155,34 @@ class Variants:
         call = Call(self.model, args, kwargs)
         with nullcontext() if training else evaluating(self.model):
             try:
-                compiled = self.compiler.variant(call, self.first, training)
+                count = self._microbatches(args, kwargs, training)
+                compiled = self.compiler.variant(call, self.first, training, count)
             except CaptureError as error:
                 raise self._misfit(args, kwargs, error) from error
         self._refuse_other_dtypes(compiled)
         added = self.main if compiled is self.first else self._loaded(compiled)
         programs.append(added)
         return added
+
+    def _microbatches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> int | None:
+        """Returns the number of microbatches on which the loss of a batch depends; None if on none.
+
+        A mean of microbatches' losses depends on their rows: those of a step have as many as those
+        of the first batch, and an evaluation is not divided, so that its loss is that of the batch.
+        """
+        plan = self.first.plan.inner
+        if not plan.is_pipeline or plan.stages[0].asked.whole_loss:
+            return None
+        if not training:
+            return 1
+        for name, value in self.first.captured.inputs.flatten(args, kwargs).items():
+            if value.dim():
+                rows = TensorType.parse(self.main.types[name]).shape[0]
+                count, rest = divmod(len(value) * plan.microbatches, rows)
+                return max(count, 1) if not rest or not count else None
+        return None
 
     def _refuse_other_dtypes(self, compiled: Compiled) -> None:
         """Raises BatchError if dtypes differ from the first batch; tracing may not detect it."""

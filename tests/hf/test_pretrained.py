@@ -153,7 +153,6 @@ def adapt(folder: Path) -> None:
 
 def on_two(folder: Path) -> None:
     save(folder, llama, state="zero3", pins=data_parallel("data"))
-    save(folder, mixtral)
     refuse(folder)
     adapt(folder)
 
@@ -162,10 +161,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     run_ranks(on_two, tmp_path, count=2)
 
 
-def stages_on_two(folder: Path) -> None:
+def more_on_two(folder: Path) -> None:
     save(folder, gpt2, stages=2, microbatches=2)
+    save(folder, mixtral)
 
 
 @pytest.mark.slow
-def test_stages_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(stages_on_two, tmp_path, count=2)
+def test_stages_and_experts_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(more_on_two, tmp_path, count=2)
