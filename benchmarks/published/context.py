@@ -26,9 +26,9 @@ none is fitted.
 
 Nor do the page's own tables agree. In its table 6, the 405B model on such machines with the same
 code (76, 47, 31 and 16 tokens/s), a share costs 8.1, 5.5 and 7.6 ms a token on the way from one to
-two, to four and to eight devices; here 4.5, 8.8 and 7.3 s a step. What is cheap there is dear here,
-which no property of attention over so many devices can be. Each figure is one reading, taken at
-the 90th iteration.
+two, to four and to eight devices, each within 0.7 as the table rounds tokens; here 4.5, 8.8 and
+7.3 s a step. What is cheap there is dear here, which no property of attention over so many devices
+can be. Each figure is one reading, taken at the 90th iteration.
 """
 
 from __future__ import annotations

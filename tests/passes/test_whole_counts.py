@@ -96,8 +96,9 @@ def sum_beside_means(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().sum() + shifted(logits, labels) - logits.mean() + 3
 
 
-def sum_of_hundredths(logits: Tensor, labels: Tensor) -> Tensor:
-    return entropies(logits, labels).sum() / 100
+def sum_over_terms(logits: Tensor, labels: Tensor) -> Tensor:
+    """Divides by a constant, of which half a batch happens to have as many terms."""
+    return entropies(logits, labels).sum() / 21
 
 
 def sum_of_doubles(logits: Tensor, labels: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means, weighted)
 OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums,
-          sum_of_hundredths, sum_of_doubles, mean_of_halves, rows_of_means)  # fmt: skip
+          sum_over_terms, sum_of_doubles, mean_of_halves, rows_of_means)  # fmt: skip
 
 
 def batch() -> dict[str, Tensor]:

@@ -66,8 +66,10 @@ def lower_means(graph: Graph) -> Graph:
 def is_whole_mean(graph: Graph, node: Node) -> bool:
     """Returns whether `lower_means` created a node from a mean over all elements.
 
-    It divides a sum by the number of its terms. A model may divide a sum by a constant that equals
-    this number for one size of the batch only, so the name of the sum tells whose division it is.
+    It divides a sum by the number of its terms, and `lower_means` named the sum. Structure alone
+    cannot decide: of 32 elements, `x.mean()` and `x.sum() / 32` are the same operators, but for
+    twice as many samples only the first divides by 64. No traced node has such a name, as they are
+    named after operators. Without it, `BatchFactors` would have to trace the model once more.
     """
     if node.op != "aten.div.Tensor" or node.type.shape != () or len(node.inputs) != 1:
         return False
