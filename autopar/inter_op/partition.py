@@ -18,15 +18,12 @@ import numpy as np
 
 from autopar.inter_op.answer import infeasible, pipeline_of
 from autopar.inter_op.equal_submeshes import EqualSubmeshPipelines
-from autopar.inter_op.search_task import Draft, Space, part_sizes
+from autopar.inter_op.search_task import Draft, Space, Transfer, part_sizes, transfers
 from autopar.inter_op.single_chunk import SingleChunkPipelines
 from autopar.inter_op.stage_prices import Cell, Floats, LowerBound, Prices, StageCost, Table
 from autopar.inter_op.stage_values import Law, Progress, StageSearchResult
 from autopar.inter_op.submeshes import SubMesh
 
-# (layer after the border, sub-mesh before, sub-mesh after, microbatches) -> seconds to transfer one
-# microbatch across the border, activations forward plus gradients backward
-Transfer = Callable[[int, SubMesh, SubMesh, int], float]
 Config = SingleChunkPipelines | EqualSubmeshPipelines
 
 # Number of schedules and microbatch counts whose estimates are refreshed after an answer.
@@ -60,6 +57,7 @@ def partition(
     ahead: Callable[[Sequence[Cell]], None] | None = None,
     again: float = 0.0,
     doubts: Mapping[int, float] | None = None,
+    near: float = 0.0,
 ) -> StageSearchResult:
     """Finds the fastest pipeline by the formula of its `Law`, and the fastest of each other form.
 
@@ -95,6 +93,8 @@ def partition(
             assume that a recomputed stage keeps no activations in flight.
         doubts: number of microbatches -> fraction by which closed forms may be too low; 0 for the
             others. Such pipelines are looked at last, and must seem faster by that fraction.
+        near: fraction by which closed forms may be too high; the best pipeline of every schedule
+            that could be the fastest then is among the `others` of the result.
 
     Raises:
         InfeasibleError: no pipeline fits into memory, or no schedule fits the sizes.
@@ -108,7 +108,7 @@ def partition(
     )
     known: dict[int, Floats] = {}
     for count in microbatches:
-        known[count] = _transfers(len(kinds), submeshes, count, transfer, borders)
+        known[count] = transfers(len(kinds), submeshes, count, transfer, borders)
     configs: list[Config] = []
     for law, count in itertools.product(laws, microbatches):
         if law.chunks == 1:
@@ -122,28 +122,8 @@ def partition(
     search.probe(probes)
     search.guess()
     search.prove()
+    search.compare(near)
     return search.result()
-
-
-def _transfers(
-    layers: int,
-    submeshes: Sequence[SubMesh],
-    microbatches: int,
-    transfer: Transfer,
-    borders: Sequence[Hashable] | None,
-) -> Floats:
-    """Returns [layers, submesh before, submesh after] seconds at the border before each layer."""
-    found = np.zeros((layers, len(submeshes), len(submeshes)))
-    like: dict[Hashable, int] = {}
-    for at in range(1, layers):
-        same = like.setdefault(borders[at - 1] if borders is not None else at, at)
-        if same != at:
-            found[at] = found[same]
-            continue
-        for a, before in enumerate(submeshes):
-            for b, behind in enumerate(submeshes):
-                found[at, a, b] = transfer(at, before, behind, microbatches)
-    return found
 
 
 class _Search:
@@ -311,6 +291,32 @@ class _Search:
                 return self._known()  # the budget is exhausted
         if not queue:
             self.bound = self.seconds
+
+    def compare(self, near: float) -> None:
+        """Requests the prices of the best pipeline of each schedule that may be the fastest.
+
+        It is the best by bounds if the search proves its result, otherwise by estimates.
+        """
+        if self.best is None or not near:
+            return
+        unknown = "bound" if math.isinf(self.patience) else "guess"
+        laws: dict[str, list[Config]] = {}
+        for config in self.configs:
+            laws.setdefault(config.law.name, []).append(config)
+        for name, configs in laws.items():
+            draft = None if name != self.best.law.name else self.best
+            while draft is None:
+                limit = self._limit(0) / (1 - near)
+                for config in configs:
+                    table = self.prices.table(config.microbatches, unknown)
+                    cutoff = limit / self._doubt(config.microbatches)
+                    if draft is not None:
+                        cutoff = min(cutoff, draft.seconds)
+                    draft = config.best(table, cutoff) or draft
+                asked = len(self.prices.known)
+                if draft is None or not self._ask([draft], "comparing schedules"):
+                    break
+                draft = None if len(self.prices.known) > asked else draft
 
     @property
     def _microbatches(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -11,6 +11,10 @@ import numpy as np
 from autopar.inter_op.stage_prices import Floats, Ints, Prices
 from autopar.inter_op.stage_values import Law
 from autopar.inter_op.submeshes import SubMesh
+
+# (layer after the border, sub-mesh before, sub-mesh after, microbatches) -> seconds to transfer one
+# microbatch across the border, activations forward plus gradients backward
+Transfer = Callable[[int, SubMesh, SubMesh, int], float]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,27 @@ class Space:
             seconds, least = self.least[0]
             self.cuts[count] = balanced(seconds, count, least)
         return self.cuts[count]
+
+
+def transfers(
+    layers: int,
+    submeshes: Sequence[SubMesh],
+    microbatches: int,
+    transfer: Transfer,
+    borders: Sequence[Hashable] | None,
+) -> Floats:
+    """Returns [layers, submesh before, submesh after] seconds at the border before each layer."""
+    found = np.zeros((layers, len(submeshes), len(submeshes)))
+    like: dict[Hashable, int] = {}
+    for at in range(1, layers):
+        same = like.setdefault(borders[at - 1] if borders is not None else at, at)
+        if same != at:
+            found[at] = found[same]
+            continue
+        for a, before in enumerate(submeshes):
+            for b, behind in enumerate(submeshes):
+                found[at, a, b] = transfer(at, before, behind, microbatches)
+    return found
 
 
 def part_sizes(submeshes: Sequence[SubMesh]) -> dict[int, int]:

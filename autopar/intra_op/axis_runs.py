@@ -1,12 +1,14 @@
 """Fewer choices on meshes of many axes.
 
 The strategies of an operator, and the storages of a parameter, grow as a power of the number of
-mesh axes; the pairs of layouts that an edge prices grow as its square. On `MANY` axes and more, a
-choice therefore divides the axes, in mesh order, into at most `RUNS` runs of neighbours, and uses
-all axes of a run alike. Neighbouring axes that are used alike are as one axis of their product, so
-every plan of a mesh of two axes remains, for every way to merge the axes into two. An operator may
-have one run more if the first two split its rows, as data and context parallelism do beside tensor
-parallelism. The number of choices then grows as the square of the number of axes at most.
+mesh axes; the pairs of layouts that an edge prices grow as its square. From `SEVERAL` axes on, a
+strategy of an operator, and the use of a parameter, therefore divide the axes, in mesh order, into
+at most `RUNS` runs of neighbours, and use all axes of a run alike. Neighbouring axes that are used
+alike are as one axis of their product, so every plan of a mesh of two axes remains, for every way
+to merge the axes into two. An operator may have one run more if the first two split its rows, as
+data and context parallelism do beside tensor parallelism. The number of choices then grows as the
+square of the number of axes at most. From `MANY` axes on, the same holds for forms of operators,
+such as products on a cube of devices, and for the states of parameters between steps.
 
 All prices are those of the whole mesh. A node with a pin keeps all its choices.
 """
@@ -20,13 +22,18 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
-MANY = 4
+SEVERAL, MANY = 3, 4
 RUNS = 2
 
 
 def most_runs(mesh: Mesh) -> int | None:
     """Returns the number of runs into which a choice may divide the axes; None for any number."""
-    return RUNS if len(_names(mesh)) >= MANY else None
+    return RUNS if len(_names(mesh)) >= SEVERAL else None
+
+
+def on_many(most: int | None, mesh: Mesh) -> int | None:
+    """Returns a number of runs as it holds for forms and stored states; None for any number."""
+    return most if len(_names(mesh)) >= MANY else None
 
 
 def within_runs(uses: Iterable[object], most: int | None, rows: Sequence[object] = ()) -> bool:
@@ -45,7 +52,8 @@ def within_runs(uses: Iterable[object], most: int | None, rows: Sequence[object]
 
 
 def storage_within(storage: Storage, mesh: Mesh, most: int | None) -> bool:
-    """Returns whether every layout of a storage uses the axes in at most `most` runs."""
+    """Returns whether the layouts of a storage use many axes in at most `most` runs."""
+    most = on_many(most, mesh)
     layouts = {storage.used, storage.held, storage.grads, storage.updated, storage.kept}
     names = _names(mesh)
     return all(within_runs(_uses(layout, names), most) for layout in layouts)

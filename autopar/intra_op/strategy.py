@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.intra_op.axis_runs import within_runs
+from autopar.intra_op.axis_runs import on_many, within_runs
 from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Axis, Mesh
@@ -99,7 +99,7 @@ def form_strategies(
         node: an operator.
         types: types of the tensors that it reads.
         mesh: the devices.
-        runs: see `strategies`.
+        runs: see `strategies`; restricts forms on many axes only.
 
     Raises:
         RuleError: a form's factor string cannot be read or does not fit.
@@ -116,7 +116,7 @@ def _strategies(
         return
     rule = OpRule(form.op, spec, together=form.together)
     signature = resolve(rule, node, types, node.types)
-    for strategy in strategies(signature, mesh, runs):
+    for strategy in strategies(signature, mesh, on_many(runs, mesh)):
         if form.fits(Part(node, types, strategy.operands, mesh)):
             share = strategy.share(signature.sizes, mesh)
             yield replace(strategy, form=form.name), share

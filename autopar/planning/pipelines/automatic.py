@@ -24,7 +24,7 @@ from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.search import SearchResult, fastest, plan_of, search
+from autopar.planning.pipelines.search import INEXACT, SearchResult, fastest, plan_of, search
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.pipelines.streaming import (
     FLUSHED,
@@ -45,14 +45,15 @@ class Effort(TypedDict):
     patience: int
     gap: float
     shapes: int
+    near: float
 
 
 # Number of devices from which a search takes longer than starting processes.
 MANY = 64
 # Effort of a search; see `search`. On many devices, bounds are too loose to prove anything, so the
-# search does not try.
-THOROUGH: Effort = {"most_calls": 80, "patience": 24, "gap": 0.003, "shapes": 3}
-QUICK: Effort = {"most_calls": 80, "patience": 0, "gap": 0.003, "shapes": 1}
+# search does not try, nor does it price pipelines that only the simulation could find to be faster.
+THOROUGH: Effort = {"most_calls": 80, "patience": 24, "gap": 0.003, "shapes": 3, "near": INEXACT}
+QUICK: Effort = {"most_calls": 80, "patience": 0, "gap": 0.003, "shapes": 1, "near": 0.0}
 _TRACED = (2, 4)  # batch sizes from which larger ones are extrapolated
 
 

@@ -11,7 +11,7 @@ from autopar.cost.algorithms import INTER
 from autopar.cost.device import device
 from autopar.cost.model import CostModel
 from autopar.cost.network import Network
-from autopar.inter_op.partition import Transfer
+from autopar.inter_op.search_task import Transfer
 from autopar.inter_op.submeshes import Cluster, SubMesh
 from autopar.ir.collective import Collective
 from autopar.ir.crossing import Side, crossing

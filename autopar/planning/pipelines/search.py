@@ -17,10 +17,11 @@ from autopar.errors import InfeasibleError
 from autopar.inter_op.complete import with_sends
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
-from autopar.inter_op.partition import Transfer, partition
+from autopar.inter_op.partition import partition
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import candidates, schedule
+from autopar.inter_op.search_task import Transfer
 from autopar.inter_op.stage_values import (
     Candidate,
     Law,
@@ -109,6 +110,7 @@ def search(
     patience: int | None = None,
     gap: float = 0.0,
     scaling: bool = False,
+    near: float = 0.0,
     progress: Callable[[Progress], None] | None = None,
     workers: Workers | None = None,
     streamed: Streamed = FLUSHED,
@@ -123,7 +125,7 @@ def search(
         memory: bytes of a device, of all or by `Mesh.kind`.
         schedules: names with options to choose from; () for all candidates, see
             `inter_op/schedules/`. On unlike devices only those with one stage a rank are used.
-        most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
+        most_stages, most_calls, patience, gap, scaling, near, progress: see `partition`.
         shapes: number of logical shapes of a sub-mesh to try in any case; see `StageCosts`.
         workers: processes that price stages, to which `options` can be sent; None for this one
             only.
@@ -182,6 +184,7 @@ def search(
             patience=patience,
             gap=gap,
             scaling=scaling,
+            near=near,
             progress=progress,
             probes=_usual(parts, microbatches, layers.samples * fewest),
             doubts={count: TOO_LOW for count in microbatches if count < FEW},
