@@ -80,7 +80,9 @@ class Prediction:
     """Predicted seconds of a step and bytes of a device; 0 for figures that are not predicted.
 
     Attributes:
-        step_seconds: seconds of the whole step.
+        step_seconds: seconds of the whole step: simulated for a pipeline, otherwise in the closed
+            forms by which the search chooses.
+        simulated_seconds: seconds of the simulated step of a plan without stages.
         peak_bytes: peak memory of a device.
         bubble: fraction of a pipeline's step in which devices are idle.
         compute_seconds: seconds of operators.
@@ -111,6 +113,12 @@ class Prediction:
     host_bytes: float = 0.0
     update_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    simulated_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step, simulated if it was: to be shown, and compared with clocks."""
+        return self.simulated_seconds or self.step_seconds
 
     def figures(self) -> dict[str, float]:
         """Returns all figures by name."""

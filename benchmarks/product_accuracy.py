@@ -75,7 +75,7 @@ def megatron_golden_rows() -> Iterator[Row]:
         )  # fmt: skip
         plan = product.megatron_core_plan(run, product.GOLDEN_ON[run.device])
         head = ("megatron-golden", row["device"])
-        yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.step_seconds, plan)
+        yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.seconds, plan)
         memory = product.last_rank_bytes(run) / 2**30
         yield _row(*head, "GiB a device", "predicted", row["max_gib"], memory)
 
@@ -167,7 +167,7 @@ def _ablated(row: Row, letter: str) -> alpa.Run:
 
 def _ablation(system: str, case: str, row: Row, kind: str, plan: Plan) -> Iterator[Row]:
     """Seconds and memory of a row of Alpa's."""
-    seconds, memory = plan.predicted.step_seconds, plan.predicted.peak_bytes / 2**30
+    seconds, memory = plan.predicted.seconds, plan.predicted.peak_bytes / 2**30
     yield _row(system, case, "s a step", kind, row["latency_s"], seconds, plan)
     yield _row(system, case, "GiB a device", "predicted", row["peak_mem_gb"], memory)
 

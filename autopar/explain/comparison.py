@@ -15,6 +15,7 @@ from autopar.ir.units import format_bytes, format_seconds
 SHOWN = 16  # rows of a long table
 _NAMES = {
     "step_seconds": "time a step",
+    "simulated_seconds": "time a step, simulated",
     "compute_seconds": "  compute",
     "exchange_seconds": "  communication in operators",
     "parameter_seconds": "  parameters and gradients",

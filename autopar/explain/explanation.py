@@ -191,8 +191,14 @@ class Explanation:
 
     @property
     def step(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of a step, in closed form."""
         return sum(self.seconds.values()) - self.hidden
+
+    @property
+    def shown(self) -> float:
+        """Seconds of the simulated step in the plan's file; the closed form if there is none."""
+        simulated = 0.0 if self.stale else self.predicted.get("simulated_seconds", 0.0)
+        return simulated or self.step
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -50,7 +50,7 @@ def render(
 def render_summary(explanation: Explanation) -> RenderableType:
     """Renders the graph and mesh, and the step time and memory by cause."""
     seconds, memory = explanation.seconds, explanation.memory
-    step, held = explanation.step, sum(memory.values())
+    step, held = explanation.shown, sum(memory.values())
     peak = held if explanation.peak is None else explanation.peak
     limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.1%})"
     parts: list[RenderableType] = [
@@ -58,6 +58,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
         Text(f"\ntime a step       {format_seconds(step)}{_range(explanation)}", style="bold"),
         _bars({name: (value, format_seconds(value)) for name, value in seconds.items()}),
         *_hidden(explanation),
+        *_closed_form(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
         *_memory_over_time(held, peak, CACHES in memory),
@@ -80,7 +81,7 @@ def _range(explanation: Explanation) -> str:
     """Returns by how much the time of a step may be off; nothing if that is unknown."""
     if not explanation.error:
         return ""
-    return f" ± {format_seconds(explanation.error)} ({explanation.error / explanation.step:.0%})"
+    return f" ± {format_seconds(explanation.error)} ({explanation.error / explanation.shown:.0%})"
 
 
 def _memory_over_time(held: float, peak: float, generates: bool) -> list[Text]:
@@ -139,6 +140,15 @@ def render_parameters(explanation: Explanation, *, costs: bool = False) -> Rende
         table.add_section()
         table.add_row("sum", "", "", "", "", format_seconds(explanation.seconds["parameters"]))
     return table
+
+
+def _closed_form(explanation: Explanation) -> list[Text]:
+    """Returns a note on the closed form of a step that was simulated; nothing if it was not."""
+    if explanation.shown == explanation.step:
+        return []
+    closed = format_seconds(explanation.step)
+    note = f"  the step is simulated; these causes are closed forms, in which it takes {closed}"
+    return [Text(note, style="dim")]
 
 
 def _lines(explanation: Explanation, everything: bool) -> RenderableType:

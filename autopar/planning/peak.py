@@ -1,4 +1,4 @@
-"""The peak memory of a plan's simulated step."""
+"""The seconds and the peak memory of a plan's simulated step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 
 from autopar.cost.device import device
+from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.work.kernel_work import works
 from autopar.ir.executed.execution import AS_WRITTEN
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import is_trained
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.prices import host_of
@@ -28,10 +31,11 @@ def with_simulated(
 ) -> StagePlan:
     """Returns the plan with the figures that only a simulated step provides, if it has a backward.
 
-    These are its peak memory, including the allocator's reserve. If the plan specifies how kernels
-    are executed, they also include the seconds of the update, and the seconds in which the device
-    waits for its host; for a stage, its pipeline counts these. An update that multiplies matrices,
-    such as Muon's, always counts, because it may take as long as the backward.
+    These are its peak memory, including the allocator's reserve, and the seconds of its step; those
+    of a stage are its pipeline's. If the plan specifies how kernels are executed, its closed form
+    also includes the seconds of the update, and those in which the device waits for its host. An
+    update that multiplies matrices, such as Muon's, always counts there, because it may take as
+    long as the backward.
 
     Args:
         graph: the prepared graph.
@@ -46,24 +50,36 @@ def with_simulated(
     counted = plan if repeated is None else replace(plan, microbatches=repeated.in_update)
     settings = settings_on(plan.mesh.device, graph.execution, host_of(prices))
     step = tasks(graph, counted, works(graph, counted, known), prices, settings)
-    model, slowdown = AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown
+    model, slowdown = _engine_prices(plan.mesh, prices), device(plan.mesh).slowdown
     timeline, predicted = run(step, model, slowdown), plan.predicted
     peak = timeline.memory.peak
     if repeated is not None:
         fixed, kept = fixed_bytes(step), kept_bytes(step)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
-    elif graph.execution != AS_WRITTEN or any(rule.products for rule in plan.update.rules):
-        updated, waiting = updating(timeline), 0.0
-        if settings.host is not None:
-            waiting = run(step, model, slowdown, settings.host).seconds - timeline.seconds
+    else:
+        updated = waiting = 0.0
+        if graph.execution != AS_WRITTEN or any(rule.products for rule in plan.update.rules):
+            updated = updating(timeline)
+            if settings.host is not None:
+                issued = run(step, model, slowdown, settings.host)
+                waiting = issued.seconds - timeline.seconds
         predicted = replace(
             predicted,
             step_seconds=predicted.step_seconds + updated + waiting,
+            simulated_seconds=timeline.seconds + waiting,
             update_seconds=updated,
             waiting_seconds=waiting,
         )
     peak /= 1 - graph.execution.reserve
     return replace(plan, predicted=replace(predicted, peak_bytes=peak))
+
+
+def _engine_prices(mesh: Mesh, prices: CostModel) -> AnalyticModel | MeasuredModel:
+    """Returns the prices that are cached by some, or closed forms if a caller has its own."""
+    own = prices.model.model if isinstance(prices, Prices) else prices
+    if isinstance(own, AnalyticModel | MeasuredModel):
+        return own
+    return AnalyticModel(mesh, in_step=True)
 
 
 def updating(timeline: Timeline) -> float:

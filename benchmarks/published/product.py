@@ -216,14 +216,14 @@ def printed_range(plan: Plan) -> float:
     else:
         sent = predicted.exchange_seconds + predicted.parameter_seconds + predicted.reshard_seconds
         error = error_seconds(device(plan.mesh), predicted.compute_seconds, sent)
-    return error / predicted.step_seconds
+    return error / predicted.seconds
 
 
 def torchtitan_tokens_per_second(run: torchtitan.Run) -> float:
     """Predicted tokens a second and device."""
-    return run.tokens / torchtitan_plan(run).predicted.step_seconds / run.tp
+    return run.tokens / torchtitan_plan(run).predicted.seconds / run.tp
 
 
 def megatron_tflops(plan: Plan, run: megatron.Run, flops: float) -> float:
     """Predicted TFLOP/s of each device, given the FLOPs of an iteration."""
-    return flops / plan.predicted.step_seconds / run.gpus / 1e12
+    return flops / plan.predicted.seconds / run.gpus / 1e12

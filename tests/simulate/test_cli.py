@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.plan import Plan
 from autopar.simulate.task import COMPUTE
 from tests.cli.test_commands import refused, run
 
@@ -74,6 +75,7 @@ def test_json_agrees_with_itself_and_waiting_takes_longer(plan: Path, source: st
         # Nothing is computed twice, but the batch splits evenly: both are the same.
         model, hardware = (found[f"{word}_flops_utilisation"] for word in ("model", "hardware"))
         assert 0 < model == pytest.approx(hardware)
+    assert Plan.load(plan).predicted.seconds == pytest.approx(beside["step_seconds"], rel=1e-9)
     assert beside["step_seconds"] < waits["step_seconds"]
     assert waits["step_seconds"] == pytest.approx(
         waits["compute_seconds"] + waits["exposed_seconds"]
