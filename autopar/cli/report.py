@@ -132,7 +132,7 @@ class _PlanPage:
         """Figures below the title."""
         plan = self.plan
         facts = [
-            ("step", format_seconds(plan.predicted.step_seconds)),
+            ("step", format_seconds(plan.predicted.seconds)),
             ("memory of a device", format_bytes(plan.predicted.peak_bytes)),
             ("mesh", str(plan.mesh)),
             ("precision", str(plan.precision) or "that of the model"),

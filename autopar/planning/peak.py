@@ -48,9 +48,9 @@ def with_simulated(
     if not is_trained(graph):
         return plan
     counted = plan if repeated is None else replace(plan, microbatches=repeated.in_update)
-    settings = settings_on(plan.mesh.device, graph.execution, host_of(prices))
-    step = tasks(graph, counted, works(graph, counted, known), prices, settings)
     model, slowdown = _engine_prices(plan.mesh, prices), device(plan.mesh).slowdown
+    settings = settings_on(plan.mesh.device, graph.execution, host_of(model))
+    step = tasks(graph, counted, works(graph, counted, known), prices, settings)
     timeline, predicted = run(step, model, slowdown), plan.predicted
     peak = timeline.memory.peak
     if repeated is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import autopar
 from autopar.cost.calibration import Calibration, Kernel, Timing
 from autopar.cost.kernel_tables import Host
 from autopar.cost.measured import MeasuredModel
@@ -40,6 +41,25 @@ def test_measured_figures_replace_those_of_an_eager_host(tmp_path: Path) -> None
         ("", None),
     ):
         assert settings_on("H100", Execution.read(text), model.issuing).host == wanted
+
+
+def test_plans_wait_for_the_measured_host(tmp_path: Path) -> None:
+    """An eager host that takes a second to issue a kernel is all that a small model waits for."""
+    file, slow = tmp_path / "measured.toml", {**SECONDS, "operator": 1.0}
+    figures = tuple(host_kernel(role, Timing(slow[role], 0.1)) for role in ROLES)
+    file.write_text(calibration(ADDED, *figures).to_toml(), encoding="utf-8")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    made = autopar.plan(
+        model,
+        ONE,
+        example_inputs=(torch.randn(4, 8),),
+        loss_fn=lambda output: output.mean(),
+        execution="host=eager",
+        calibration=file,
+    )
+    predicted = made.predicted
+    assert 3 <= predicted.waiting_seconds <= 100
+    assert predicted.seconds == pytest.approx(predicted.step_seconds, rel=0.01)
 
 
 def test_some_figures_are_none_and_no_figure_is_a_price_of_kernels() -> None:
