@@ -31,7 +31,7 @@ from autopar.cost.programs.message_simulation import flow_of, simulate_messages
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.group import Group
-from benchmarks.collectives import measured_levels, seconds
+from benchmarks.collectives import empty_rounds, measured_levels, seconds
 from benchmarks.harness import write
 from benchmarks.hosts import launch, several_hosts
 
@@ -92,8 +92,10 @@ def worker(options: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    levels, rows = measured_levels(HOSTS, EACH, options.runs), []
-    comm = Communicator(Mesh.parse(f"cpu: node={HOSTS}, gpu={EACH}"))
+    mesh = Mesh.parse(f"cpu: node={HOSTS}, gpu={EACH}")
+    comm, rows = Communicator(mesh), []
+    _, latency = empty_rounds(comm, mesh.names, options.runs)
+    levels = measured_levels(HOSTS, EACH, options.runs, latency)
     for what, axes in AXES.items():
         for size in SIZES:
             said = prices(levels if len(axes) > 1 else levels[:1], size)
