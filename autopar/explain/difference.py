@@ -126,7 +126,9 @@ def difference(
 
 
 def figures(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
-    """Pairs the figures of two predictions."""
+    """Pairs the figures of two predictions; a simulation counts if both were simulated."""
+    if not (a.simulated_seconds and b.simulated_seconds):
+        a, b = (replace(one, simulated_seconds=0.0) for one in (a, b))
     after = b.figures()
     return tuple(Figure(name, before, after[name]) for name, before in a.figures().items())
 
