@@ -137,7 +137,8 @@ def empty_rounds(comm: Communicator, axes: tuple[str, ...], runs: int) -> tuple[
 
     Links delay nothing here, so it is the time of processors, which all levels share.
     """
-    ranks, x = dist.get_world_size(), torch.zeros(dist.get_world_size())
+    ranks = dist.get_world_size()
+    x = torch.zeros(ranks)
     ours = prepared(comm.group(axes, "halving_doubling"), "all_reduce", x)
     gloo = prepared(comm.group(axes), "all_reduce", x)
     per_round = (2 * int(math.log2(ranks)), 2 * (ranks - 1))
@@ -180,10 +181,8 @@ def rank_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
     comm, rows = Communicator(mesh), []
     latency, library = empty_rounds(comm, axes, options.runs)
-    levels, adding = (
-        measured_levels(hosts, each, options.runs, latency),
-        adding_seconds(options.runs),
-    )
+    levels = measured_levels(hosts, each, options.runs, latency)
+    adding = adding_seconds(options.runs)
     gloos = [level._replace(latency=library) for level in levels]
     effort = Effort(tuple(options.bytes), over=(axes,))
     compared = compare(mesh, device, effort, lambda *where: None)

@@ -139,7 +139,7 @@ def test_buffers_and_frozen_parameters_go_along() -> None:
 
 
 def refusals() -> tuple[list[str], list[float]]:
-    """What a session says to programs that it cannot adopt, and its losses between them."""
+    """Returns the errors of a session that cannot adopt programs, and its losses between them."""
     model, batch = language()
     options: dict[str, Any] = {"example_inputs": batch, "pins": data_parallel("data")}
     session = autopar.compile(model, LINE, optimizer=optimizer_of, clip_norm=CLIP, **options)

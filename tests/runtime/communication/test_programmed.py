@@ -92,7 +92,7 @@ def test_in_pieces_and_on_eight_ranks() -> None:
 
 
 class Shown(NamedTuple):
-    """What one of four ranks found."""
+    """Findings of one of four ranks."""
 
     along_one_axis: dict[Any, Any]
     stepped: list[tuple[str, Tensor, Tensor]]
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_by_name(ranks: list[Shown]) -> None:
 
 
 def switched() -> list[str]:
-    """What runs the same call before and after another table of algorithms is set."""
+    """Returns what runs one call before and after another table of algorithms is set."""
     comm, x = Communicator(Mesh.parse("cpu: node=2, gpu=2")), torch.ones(64)
     row = "all_reduce over node, gpu from 100: {}"
     for rows in ([], [row.format("2d_torus")], [row.format("h_ring")]):
