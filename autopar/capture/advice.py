@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from autopar.capture.watch import innermost, taken_out
+from autopar.capture.watch import BY_SIZE, innermost, taken_out
 from autopar.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -56,7 +56,9 @@ _BY_VALUE = (
 )
 
 
-def explain(error: Exception, failed: str, opaque: str, differentiated: str = "") -> CaptureError:
+def explain(
+    error: Exception, failed: str, opaque: str, differentiated: str = "", transformed: bool = False
+) -> CaptureError:
     """Returns an error that says what stopped torch.export, on which line, and what to do.
 
     Args:
@@ -64,6 +66,7 @@ def explain(error: Exception, failed: str, opaque: str, differentiated: str = ""
         failed: the name of the torch function that failed, "" if none did.
         opaque: a line that may cause failures after the trace.
         differentiated: a line that computes a gradient, "" if there is none.
+        transformed: whether torch.func or vmap transformed a part of the model.
     """
     message, where = str(error).strip(), innermost(error.__traceback__)
     if differentiated and _LOST in message:
@@ -83,7 +86,9 @@ def explain(error: Exception, failed: str, opaque: str, differentiated: str = ""
         if file.startswith(_HIGHER) or name == "flex_attention":
             return unsupported(name, where)
     by_file = (todo for key, todo in _BY_FILE.items() if any(key in file for file in files))
-    by_message = (todo for key, todo in _BY_MESSAGE.items() if key in message)
+    by_message = [todo for key, todo in _BY_MESSAGE.items() if key in message]
+    if transformed and "FakeTensor" in message:  # which torch 2.11 says where others say functorch
+        by_message.append(_FUNCTIONS)
     return CaptureError(
         "torch.export cannot trace the model",
         where=where or opaque,
@@ -101,7 +106,7 @@ def _chosen(where: str, failed: str) -> CaptureError:
         "torch.export cannot trace the model: it branches on values",
         where=where,
         why=_VALUES,
-        todo=_BY_WORD.get(word, _BY_VALUE),
+        todo=_BY_WORD.get(word) or BY_SIZE.get(failed, _BY_VALUE),
     )
 
 

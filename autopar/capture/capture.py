@@ -204,7 +204,8 @@ def _export(wrapper: FlatModel, examples: tuple[Tensor, ...]) -> ExportedProgram
         raise
     except Exception as error:
         watch = wrapper.watch
-        raise explain(error, watch.failed, watch.opaque, watch.differentiated) from error
+        hints = watch.failed, watch.opaque, watch.differentiated, watch.transformed
+        raise explain(error, *hints) from error
     finally:
         if collects:
             gc.enable()

@@ -70,7 +70,7 @@ def current() -> str:
     return ""
 
 
-_BY_SIZE = {
+BY_SIZE = {
     "__getitem__": "for x[mask] and x[:n] use torch.where(mask, x, 0) or x * mask, which keep "
     "the size",
     "masked_select": "use torch.where(mask, x, 0), or x * mask, which keep the size",
@@ -95,11 +95,13 @@ class Watch(TorchFunctionMode):
         failed: the name of the function that raised the last error.
         opaque: the user's last line with an operation that may not be traceable, such as `x.data`.
         differentiated: the user's last line that computes a gradient.
+        transformed: whether torch.func or vmap transformed a part of the model.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed = self.opaque = self.differentiated = ""
+        self.transformed = False
         self._gradients = GradientsInAutocast()
         self._counts, self._masks = RowCounts(), ExpertMasks()
         self._loops = ExpertLoops(self._masks.choices)
@@ -115,6 +117,7 @@ class Watch(TorchFunctionMode):
         """Calls `func`; raises CaptureError if the call or its result cannot be part of a graph."""
         kwargs, args = kwargs or {}, self._loops.numbered(args)
         name = str(getattr(func, "__name__", func))
+        self.transformed |= torch._C._functorch.peek_interpreter_stack() is not None
         lost = lost_call(func, name, args, kwargs)
         if name == "_set_grad_enabled" and not self._gradients.switch(args[0]):
             lost = SWITCHED
@@ -185,7 +188,7 @@ def _refuse_unknown_sizes(tensor: Tensor, name: str) -> None:
             f"a tensor of sizes [{sizes}]",
             where=current(),
             why="its sizes depend on values, which are not known when a model is captured",
-            todo=_BY_SIZE.get(name, BY_MASK),
+            todo=BY_SIZE.get(name, BY_MASK),
         )
 
 

@@ -15,6 +15,7 @@ from autopar.intra_op.rules import rules
 from autopar.ir.graph import Graph
 from autopar.operators.interpret import run
 from autopar.passes.verify import verify
+from tests.support.versions import BEFORE_2_13
 
 KNOWN = set(rules())
 
@@ -61,6 +62,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_a_definition_computes_the_same_forwards_and_backwards(op: str) -> None:
+    if op == "aten.aminmax" and BEFORE_2_13:
+        pytest.skip("torch has no derivative of aminmax")
     model, x, graph = captured(FUNCTIONS[op])
     assert op in operators(graph)
     made = verify(decompose_unknown(graph, KNOWN - {op}))

@@ -16,6 +16,7 @@ from autopar.errors import CaptureError
 from autopar.intra_op.rules import rules
 from autopar.passes.normalise import prepare
 from tests.support.graphs import assert_equal_runs, model_values
+from tests.support.versions import BEFORE_2_13
 
 RULES = rules()
 Function = Callable[..., Any]
@@ -106,7 +107,8 @@ FUNCTIONS: dict[str, Function] = {
     "put": lambda x, i: x.index_put((i[0],), x[0], accumulate=True),
     "taken": lambda x, i: x.take(i) + x.take_along_dim(i, 1) + x.gather(1, i),
     "sorted": lambda x, i: x.msort() + x.sort(1).values + x.topk(6).values + x.cummax(1).values,
-    "statistics": lambda x, i: torch.var_mean(x, dim=1)[0] + x.quantile(0.5, dim=1) + x.mode(1)[0],
+    "statistics": lambda x, i: torch.var_mean(x, dim=1)[0] + x.mode(1)[0],
+    "quantiles": lambda x, i: x.quantile(0.5, dim=1),
     "searches": lambda x, i: torch.searchsorted(x.sort(1).values, x),
     "buckets": lambda x, i: torch.bucketize(x, x[0].sort().values),
     "histogram": lambda x, i: torch.histc(x.detach(), 4, -1.0, 1.0),
@@ -162,6 +164,8 @@ def applied(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_captured_and_known(name: str) -> None:
+    if name == "quantiles" and BEFORE_2_13:
+        pytest.skip("torch.export cannot trace quantile")
     model, batch = applied(name)
     captured = capture(model, (), batch, known=RULES)
     values = model_values(model, batch, captured)

@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.intra_op.rule import rule
 from autopar.intra_op.rules import rules
 from tests.oracles.dtensor import OURS, Comparison, compare, fake_mesh
+from tests.support.versions import BEFORE_2_13
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    BEFORE_2_13,
     reason="DTensor's rules are those of the release that constraints.txt pins",
 )
 RULES = {op: item for op, item in rules().items() if op not in OURS}
