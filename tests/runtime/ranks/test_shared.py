@@ -131,6 +131,8 @@ RANK: list[int] = []
 
 def play(function: Callable[[str], None], folder: str) -> None:
     RANK[:] = [dist.get_rank()]
+    # Starts the threads of autograd, of which a build for CUDA has several.
+    torch.ones(1, requires_grad=True).sum().backward()
     function(folder)
 
 
