@@ -36,6 +36,11 @@ from autopar.planning.trace import Trace
 from autopar.simulate import settings_on
 
 _SUMS = "Times are sums of closed forms, which the search compares, not simulated ones."
+_DIFFERENCE = (
+    "Figures, then the layouts that differ. Exchange is communication inside operators, parameter "
+    "that of parameters and gradients, reshard that of activations, and hidden the part of it that "
+    "overlaps with kernels."
+)
 _ASKED = 3  # decisions that the page asks why-not about
 
 
@@ -332,10 +337,16 @@ class _PlanPage:
         rows += [(name, *texts, "") for name, texts in compared.head.items()]
         for stage in compared.stages:
             for change in stage.difference.changes:
-                rows.append((change.name, change.before, change.after, ""))
-        text = "The plans are equal." if compared.equal else "Figures and layouts that differ."
+                before, after = _once(change.before), _once(change.after)
+                rows.append((change.name.removeprefix("%"), before, after, ""))
+        text = "The plans are equal." if compared.equal else _DIFFERENCE
         chart = charts.figures(compared.figures)
         return [Part("difference", "Difference", text, chart, rows)]
+
+
+def _once(layouts: str) -> str:
+    """Returns the layouts of repeated operators without repeats."""
+    return "; ".join(dict.fromkeys(layouts.split("; ")))
 
 
 def _instead(answer: Alternative) -> tuple[str, str, str]:

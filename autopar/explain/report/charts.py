@@ -113,9 +113,10 @@ def heat_map(explained: Mapping[str, Explanation], mesh: Mapping[str, Mesh]) -> 
         hovertemplate="%{y}<br>%{x}: 2^%{z} parts<br>%{customdata}<extra></extra>",
         showscale=False, xgap=2, ygap=2,
     )  # fmt: skip
-    return _figure(
-        [trace], _ROW * len(names) + 80, yaxis={"autorange": "reversed"}, xaxis={"side": "top"}
+    chart = _figure(
+        [trace], _ROW * len(names) + 120, yaxis={"autorange": "reversed"}, xaxis={"side": "top"}
     )
+    return chart.update_layout(margin={"t": 70})  # room for the buttons above the names of columns
 
 
 def _together(stages: Sequence[str]) -> str:
@@ -173,7 +174,7 @@ def _merged(causes: dict[str, dict[str, float]]) -> list[str]:
     small = [layer for layer, total in totals.items() if total < seen]
     if len(small) < 2:
         return list(totals)
-    rest = f"{len(small)} small ones"
+    rest = f"{len(small)} smaller rows"
     for values in causes.values():
         values[rest] = sum(values.pop(layer, 0.0) for layer in small)
     return [*(layer for layer in totals if layer not in small), rest]
