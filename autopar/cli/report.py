@@ -20,6 +20,7 @@ from autopar.cli.explain import explained
 from autopar.cli.simulate import simulated
 from autopar.cost.device import device
 from autopar.explain import Explanation, decisions, plan_difference, signed
+from autopar.explain.comparison import figure_name
 from autopar.explain.report import charts
 from autopar.explain.report.page import Part, page
 from autopar.intra_op.price_cache import Prices
@@ -333,7 +334,7 @@ class _PlanPage:
                     charts.shown(one.name, one.after),
                 )
                 more = f"{one.change / one.before:+.1%}" if one.before else ""
-                rows.append((one.name.replace("_", " "), before, after, more))
+                rows.append((figure_name(one.name).strip(), before, after, more))
         rows += [(name, *texts, "") for name, texts in compared.head.items()]
         for stage in compared.stages:
             for change in stage.difference.changes:
