@@ -51,7 +51,7 @@ FILE = Kind("the plan", PlanError)
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a model.
+    """The plan of a model: how it is split over a mesh. `save` and `load` use a TOML file.
 
     Attributes:
         graph: fingerprint of the whole graph; for a pipeline, of the normalised graph of one
@@ -63,9 +63,10 @@ class Plan:
             not one.
         predicted: figures of the whole step; without a pipeline, those of its stage.
         model: the model as the command line named it.
-        outer: how replicas along independent axes synchronise; None without any. Stages then run
-            on the mesh of one replica, and say so; ranks are those of the first replica.
-        changes: what differs from training on one device then, as a sentence.
+        outer: how replicas along independent axes synchronise; None without any. The stages' meshes
+            and ranks are then those of the first replica.
+        changes: a sentence on how training differs from training on one device, for plans with
+            `outer`; else "".
         version: version of the file that it was read from; ignored in comparisons.
     """
 

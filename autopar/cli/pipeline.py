@@ -78,7 +78,8 @@ def _alike(one: Stage) -> tuple[str, ...]:
 
 
 def _layers(one: Stage) -> str:
-    return ", ".join(f"{chunk.first}-{chunk.last}" for chunk in one.chunks)
+    spans = (dict.fromkeys((chunk.first, chunk.last)) for chunk in one.chunks)
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _mesh(one: Stage) -> str:

@@ -20,6 +20,7 @@ from autopar.cli.explain import explained
 from autopar.cli.simulate import simulated
 from autopar.cost.device import device
 from autopar.explain import Explanation, decisions, plan_difference, signed
+from autopar.explain.comparison import figure_name
 from autopar.explain.report import charts
 from autopar.explain.report.page import Part, page
 from autopar.intra_op.price_cache import Prices
@@ -35,6 +36,12 @@ from autopar.planning.prices import host_of, limit_of_plan
 from autopar.planning.trace import Trace
 from autopar.simulate import settings_on
 
+_SUMS = "Times are sums of closed forms, which the search compares, not simulated ones."
+_DIFFERENCE = (
+    "Figures, then the layouts that differ. Exchange is communication inside operators, parameter "
+    "that of parameters and gradients, reshard that of activations, and hidden the part of it that "
+    "overlaps with kernels."
+)
 _ASKED = 3  # decisions that the page asks why-not about
 
 
@@ -131,16 +138,24 @@ class _PlanPage:
     def facts(self) -> list[tuple[str, str]]:
         """Figures below the title."""
         plan = self.plan
+        sizes = (("samples in a step", plan.model.batch), ("sequence", plan.model.seq))
         facts = [
             ("step", format_seconds(plan.predicted.seconds)),
             ("memory of a device", format_bytes(plan.predicted.peak_bytes)),
             ("mesh", str(plan.mesh)),
             ("precision", str(plan.precision) or "that of the model"),
+            ("optimizer", plan.stages[0].update.optimizer),
+            *((name, str(size)) for name, size in sizes if size is not None),
         ]
         if plan.is_pipeline:
             facts.append(("schedule", f"{plan.schedule}, {plan.microbatches} microbatches"))
             facts.append(("bubble", f"{plan.predicted.bubble:.1%}"))
         return facts
+
+    @property
+    def _numbered(self) -> str:
+        """Says what the numbers before names are."""
+        return " Numbers before a colon are stages." if self.plan.is_pipeline else ""
 
     def layouts(self) -> list[Part]:
         """Parameters by axis, time and memory by layer."""
@@ -150,16 +165,18 @@ class _PlanPage:
             Part(
                 "parameters", "Parameters",
                 "Into how many parts each mesh axis cuts a parameter as stored, its optimizer "
-                "state, and the parameter in use.",
+                "state, and the parameter in use. White: not cut." + self._numbered,
                 charts.heat_map(self.explained, meshes),
             ),
             Part(
                 "time", "Time by layer",
-                f"Milliseconds of {unit} on a device by cause; what overlaps counts twice.",
+                f"Milliseconds of {unit} on a device: compute, and messages with parts of "
+                "activations and of parameters. What overlaps counts twice." + self._numbered,
                 charts.by_layer(self.explained, memory=False),
             ),
             Part(
-                "memory", "Memory by layer", "GiB of a device by cause.",
+                "memory", "Memory by layer", "GiB of a device by cause, also of what is not in "
+                "memory at the same time." + self._numbered,
                 charts.by_layer(self.explained, memory=True),
             ),
         ]  # fmt: skip
@@ -189,10 +206,18 @@ class _PlanPage:
         ]
         limit = limit_of_plan(self.plan.stages[0])
         peaks = list(zip(named, step.memory, strict=True))
-        text = "Simulated: F forward, B backward, I and W its halves; a row for a group of ranks."
+        text = (
+            "Simulated, with a row for each group of ranks. F is a forward, B a backward, I and W "
+            "the halves of a backward for inputs and for weights. Drag to zoom in."
+        )
         return [
             Part("schedule", "Schedule", text, charts.gantt(bars)),
-            Part("curve", "Memory of the ranks", "Peaks.", charts.memory_bars(peaks, limit)),
+            Part(
+                "curve",
+                "Memory of the ranks",
+                "Peaks in GiB of a device.",
+                charts.memory_bars(peaks, limit),
+            ),
         ]
 
     def roofline(self) -> list[Part]:
@@ -239,9 +264,8 @@ class _PlanPage:
             again = [each for one in plan.stages for each in one.recompute.items()]
             how = ", ".join(dict.fromkeys(f"{run} {blocks}" for run, blocks in again))
             points.append((plan.predicted.peak_bytes, plan.predicted.step_seconds, how))
-        text = "The fastest plans within less and less memory, under the options of this plan."
-        if self.plan.is_pipeline:
-            text += " Stages and schedule stay."
+        text = "The fastest plans within less and less memory, the first without a limit. "
+        text += "Stages and schedule stay." if self.plan.is_pipeline else _SUMS
         return [Part("frontier", "Frontier", text, charts.frontier(points))]
 
     def _planned_again(self) -> Callable[[float], Plan]:
@@ -270,9 +294,12 @@ class _PlanPage:
         """The next best layouts of the largest parameters."""
         self.progress("why not")
         asked, tracer = self.asked, Stages(None, self.progress)
+        unit = "a microbatch of the stage" if self.plan.is_pipeline else "a step"
         every = [(name, one) for name in self.stages for one in self.explained[name].parameters]
         largest = sorted(every, key=lambda named: -named[1].nbytes)[:_ASKED]
-        rows: list[tuple[object, ...]] = [("parameter", "here", "instead", "step", "memory")]
+        rows: list[tuple[object, ...]] = [
+            ("parameter", "layout here", "next best layout", unit, "memory")
+        ]
         known = {
             name: Prices(part.plan.mesh, prices(part.plan, asked.calibration, part.whole))
             for name, part in self.stages.items()
@@ -289,7 +316,11 @@ class _PlanPage:
                         (f"{stage}{decision.name}", decision.layout, *_instead(answer))
                         for answer in next_best(case, decision, 1)
                     ]
-        text = f"The next best layouts of the {len(largest)} largest parameters, planned again."
+        text = (
+            f"The next best layouts of the {len(largest)} largest parameters, each planned again. "
+            "A layout is that of the parameter as stored => in use. The change is in brackets. "
+            f"{_SUMS}"
+        )
         return [Part("why", "Why not otherwise", text, rows=rows)]
 
     def difference(self, other: Plan) -> list[Part]:
@@ -303,14 +334,20 @@ class _PlanPage:
                     charts.shown(one.name, one.after),
                 )
                 more = f"{one.change / one.before:+.1%}" if one.before else ""
-                rows.append((one.name.replace("_", " "), before, after, more))
+                rows.append((figure_name(one.name).strip(), before, after, more))
         rows += [(name, *texts, "") for name, texts in compared.head.items()]
         for stage in compared.stages:
             for change in stage.difference.changes:
-                rows.append((change.name, change.before, change.after, ""))
-        text = "The plans are equal." if compared.equal else "Figures and layouts that differ."
+                before, after = _once(change.before), _once(change.after)
+                rows.append((change.name.removeprefix("%"), before, after, ""))
+        text = "The plans are equal." if compared.equal else _DIFFERENCE
         chart = charts.figures(compared.figures)
         return [Part("difference", "Difference", text, chart, rows)]
+
+
+def _once(layouts: str) -> str:
+    """Returns the layouts of repeated operators without repeats."""
+    return "; ".join(dict.fromkeys(layouts.split("; ")))
 
 
 def _instead(answer: Alternative) -> tuple[str, str, str]:
@@ -321,6 +358,6 @@ def _instead(answer: Alternative) -> tuple[str, str, str]:
     nbytes, more = answer.figure("peak_bytes")
     return (
         answer.layouts,
-        f"{format_seconds(seconds)} ({signed(slower, format_seconds)})",
-        f"{format_bytes(nbytes)} ({signed(more, format_bytes)})",
+        f"{format_seconds(seconds)} ({signed(slower, format_seconds) if slower else 'equal'})",
+        f"{format_bytes(nbytes)} ({signed(more, format_bytes) if more else 'equal'})",
     )

@@ -20,9 +20,15 @@ _NAMES = {
     "exchange_seconds": "  communication in operators",
     "parameter_seconds": "  parameters and gradients",
     "reshard_seconds": "  resharding of activations",
+    "host_seconds": "  copies to and from the host",
+    "update_seconds": "  optimizer",
+    "waiting_seconds": "  waiting for the host",
+    "hidden_seconds": "  less what overlaps with kernels",
+    "bubble": "idle part of a pipeline",
     "peak_bytes": "memory a device",
     "parameter_bytes": "  parameters and their state",
     "activation_bytes": "  activations",
+    "host_bytes": "host memory a device",
 }
 
 
@@ -61,9 +67,13 @@ def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:
             continue
         write = _format_of(figure.name)
         sides = (write(side) for side in (figure.before, figure.after))
-        name = _NAMES.get(figure.name, f"  {figure.name.replace('_', ' ')}")
-        table.add_row(name, *sides, *_change(figure, write))
+        table.add_row(figure_name(figure.name), *sides, *_change(figure, write))
     return table
+
+
+def figure_name(name: str) -> str:
+    """Returns the words for a figure of a prediction; parts of another one are indented."""
+    return _NAMES.get(name, f"  {name.replace('_', ' ')}")
 
 
 def _format_of(name: str) -> Callable[[float], str]:

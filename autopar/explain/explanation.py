@@ -151,6 +151,21 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """Caches of a generation of one kind.
+
+    Attributes:
+        layer: the layer that reads and extends them.
+        axes: mesh axes that split them.
+        nbytes: bytes per device, all blocks together.
+    """
+
+    layer: str
+    axes: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The time and memory of one plan, by cause, operator and parameter.
 
@@ -171,6 +186,7 @@ class Explanation:
         error: uncertainty of `step` in seconds, from the errors of the price tables; 0 if the plan
             was made under a calibration (see cost/uncertainty.py).
         added: seconds of adding gradients to those of earlier microbatches.
+        caches: caches of a generation.
     """
 
     graph: str
@@ -188,6 +204,7 @@ class Explanation:
     caution: str = ""
     error: float = 0.0
     added: float = 0.0
+    caches: tuple[Cache, ...] = ()
 
     @property
     def step(self) -> float:

@@ -10,6 +10,7 @@ from autopar.cost.device import device
 from autopar.cost.uncertainty import error_seconds
 from autopar.explain.explanation import (
     CACHES,
+    Cache,
     Cost,
     Explanation,
     Line,
@@ -87,26 +88,32 @@ def explain(
         "optimizer": sum((parameter.optimizer for parameter in table), shared),
         "activations": sum(cost.saved for cost in costs.values()),
     }
-    if caches := sum(
-        graph.multiplicity[leaf.name]
-        * plan.nodes[leaf.name].results[0][1].local_bytes(leaf.type, plan.mesh)
-        for leaf in graph.folded
-        if leaf.is_cache
-    ):
-        memory[CACHES] = float(caches)
+    caches = tuple(_caches(graph, plan))
+    if caches:
+        memory[CACHES] = float(sum(cache.nbytes for cache in caches))
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
     copies = figures.offload_seconds + states * figures.state_byte_seconds / plan.microbatches
     found = Explanation(
         plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory,
         figures.limit, tuple(whole), figures.hidden, figures.peak, copies,
-        states + figures.offloaded, plan.precision.caution, added=figures.added,
+        states + figures.offloaded, plan.precision.caution, added=figures.added, caches=caches,
     )  # fmt: skip
     if plan.calibration:
         return found
     seconds = found.seconds
     sent = seconds["activations"] + seconds["parameters"]
     return replace(found, error=error_seconds(device(plan.mesh), seconds["compute"], sent))
+
+
+def _caches(graph: Graph, plan: StagePlan) -> Iterator[Cache]:
+    layer = layers(graph)
+    for leaf in graph.folded:
+        if leaf.is_cache:
+            layout = plan.nodes[leaf.name].results[0][1]
+            readers = graph.users[leaf.name]
+            nbytes = graph.multiplicity[leaf.name] * layout.local_bytes(leaf.type, plan.mesh)
+            yield Cache(layer[readers[0] if readers else leaf.name], layout.sharded_axes, nbytes)
 
 
 def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Parameter, ...]:

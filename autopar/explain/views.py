@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from autopar.explain.explanation import Explanation
+from autopar.explain.explanation import CACHES, Explanation
 from autopar.explain.moves import Move
 
 VIEWS = ("layer", "op", "collective", "axis")
-PARAMETER = "parameter"
+PARAMETER, CACHE = "parameter", "cache"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Item:
 
     Attributes:
         layer: the layer of the model; see layer_names.py.
-        op: the kind of operator, "parameter" for time and memory of a parameter.
+        op: the kind of operator, "parameter" for time and memory of a parameter, "cache" for
+            memory of a cache.
         collective: its kind, "" for compute and for memory.
         axis: the mesh axes that a collective runs over or that split the memory, "node, gpu"; ""
             for compute and for replicated memory. Saved activations count as split along the axes
@@ -121,6 +122,9 @@ def items(explanation: Explanation) -> Iterator[Item]:
             ("optimizer", updated, parameter.optimizer),
         ):
             layer.append(Item(*place, "", axis, cause, nbytes=nbytes))
+    for cache in explanation.caches:
+        held = Item(cache.layer, CACHE, "", ", ".join(cache.axes), CACHES, nbytes=cache.nbytes)
+        owned.setdefault(cache.layer, []).append(held)
     for section in explanation.sections:
         for operator in (operator for line in section.lines for operator in line.operators):
             yield from owned.pop(operator.layer, ())

@@ -21,6 +21,7 @@ from autopar.compile import compile
 from autopar.errors import OptionError, ProgramError
 from autopar.hf.arguments import SHAPES
 from autopar.hf.joining import joined
+from autopar.hf.losses import BATCHES, scaled_loss
 from autopar.runtime.ranks.processes import MeshLike
 from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
@@ -111,7 +112,9 @@ class Prepared(nn.Module):
             pad_to, together = options.get("pad_to"), options.get("whole_loss", True)
             whole = joined(batches, self.module, lambda: session.graph, pad_to, together)
             self._set_rates(session.optimizer)
-            self.loss = session.step(**whole).detach() * len(batches)
+            own = self._accelerator
+            count = own.gradient_accumulation_steps if own.scales else len(batches)
+            self.loss = session.step(**self._counted(whole, len(batches))).detach() * count
         else:
             self.loss = torch.zeros(())
         plain = session.compiled.captured.output.kind is Tensor
@@ -138,7 +141,9 @@ class Prepared(nn.Module):
             self._session = compile(
                 self.module,
                 self._accelerator.mesh,
-                example_inputs=joined(several, self.module, lambda: self.session.graph),
+                example_inputs=self._counted(
+                    joined(several, self.module, lambda: self.session.graph), len(several)
+                ),
                 optimizer=partial(type(optimizer), **chosen),
                 **options,
             )
@@ -146,6 +151,12 @@ class Prepared(nn.Module):
             if self.resumed is not None:
                 self._session.load_checkpoint(self.resumed)
         return self._session
+
+    def _counted(self, whole: dict[str, Any], count: int) -> dict[str, Any]:
+        """Returns the batch of a step with the number of its batches, if its loss needs that."""
+        if not self._accelerator.scales:
+            return whole
+        return {**whole, BATCHES: torch.tensor(float(count))}
 
     def _set_rates(self, own: torch.optim.Optimizer) -> None:
         """Gives the session's groups the rates of the user's, which schedules change."""
@@ -189,8 +200,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Trains the models of a loop of accelerate in parallel on a mesh.
 
     The loop is unchanged. Every process passes the batches of its prepared loader; batches that
-    accumulate are the microbatches of one step, with the mean of their losses. Losses belong into
-    the model or into `options={"loss_fn": ...}`.
+    accumulate are the microbatches of one step. Its loss is theirs as in accelerate: their sum by
+    the number of batches of a complete accumulation. Losses belong into the model or into
+    `options={"loss_fn": ...}`.
 
     Args:
         mesh: the devices, as for `autopar.compile`.
@@ -221,6 +233,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if precision not in (None, "no"):
             own["precision"] = precision
         self.options: CompileKeywords = {**own, **(options or {})}
+        # A step of fewer batches than others has the mean of their losses, whereas accelerate
+        # divides their sum by the number of batches of a complete one.
+        self.scales = count > 1 and not self.options["whole_loss"]
+        if self.scales:
+            self.options["loss_fn"] = scaled_loss(self.options.get("loss_fn"), count)
         self._prepared: list[Prepared] = []
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import OptionError
+from autopar.hf.losses import adds_up_losses, loss_of_outputs
 from autopar.session.keywords import CompileKeywords
 
 SHAPES = 16  # batches of a last, smaller size, of other lengths, and of evaluations
@@ -14,13 +15,22 @@ SLICING = ("stages", "microbatches", "accumulate")
 
 
 def with_defaults(trainer: Any, given: CompileKeywords) -> CompileKeywords:
-    """Returns options of `autopar.compile`, with defaults from a Trainer's arguments."""
+    """Returns options of `autopar.compile`, with defaults from a Trainer's arguments.
+
+    Raises:
+        OptionError: both state a loss.
+    """
     sliced = {*SLICING, "plan"} & given.keys()
     options: CompileKeywords = {"shapes": SHAPES, **options_of(trainer)}
+    if {"loss_fn"} & options.keys() & given.keys():
+        raise OptionError(
+            "two losses are given",
+            why="options have a loss_fn, and Trainer has a compute_loss_func or smoothed labels",
+            todo="leave one of them out",
+        )
     if not sliced:
         options["microbatches"] = trainer.args.gradient_accumulation_steps
-        # Without a number of items, transformers takes the mean of the batches' losses.
-        options["whole_loss"] = bool(trainer.model_accepts_loss_kwargs)
+        options["whole_loss"] = adds_up_losses(trainer)
     return {**options, **given}
 
 
@@ -41,6 +51,9 @@ def options_of(trainer: Any) -> CompileKeywords:
         options["recompute"] = "full"
     if args.torch_compile:
         options["backend"] = "inductor"
+    loss_fn = loss_of_outputs(trainer)
+    if loss_fn is not None:
+        options["loss_fn"] = loss_fn
     return options
 
 
@@ -51,14 +64,6 @@ def refuse_foreign_parallelism(trainer: Any) -> None:
         "deepspeed": (args.deepspeed, "leave it out: the plan shards the state"),
         "fsdp": (args.fsdp, 'leave it out, or pass options={"state": "zero3"}'),
         "fp16": (args.fp16, 'pass options={"precision": "fp16"} instead'),
-        "label_smoothing_factor": (
-            args.label_smoothing_factor,
-            'pass options={"loss_fn": ...} with a smoothed loss',
-        ),
-        "compute_loss_func": (
-            trainer.compute_loss_func,
-            'pass options={"loss_fn": ...}, a function of the output and the labels',
-        ),
         "neftune_noise_alpha": (
             trainer.neftune_noise_alpha,
             "leave it out: hooks on modules are no part of a captured program",

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
-from autopar.errors import BatchError
+from autopar.hf.losses import uneven
 from autopar.ir.graph import Graph
 from autopar.session.padding import Padding, padding_of
 
@@ -36,13 +36,7 @@ def joined(
     """
     rows = [find_batch_size(dict(batch)) for batch in batches]
     if len(set(rows)) > 1 and not whole_loss:
-        raise BatchError(
-            f"the batches of one step have {', '.join(map(str, rows))} rows",
-            why="the step has the mean of its batches' losses, and microbatches have equal numbers "
-            "of rows",
-            todo="drop the last batch of an epoch (drop_last), or pass "
-            'options={"whole_loss": True} to train on the loss of all rows together',
-        )
+        raise uneven(rows)
     lengths = [
         frozenset(v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1)
         for batch in batches

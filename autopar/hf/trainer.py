@@ -20,8 +20,17 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size, nested_truncate
 
 from autopar.compile import compile
-from autopar.hf.arguments import refuse_foreign_parallelism, with_defaults
+from autopar.hf.arguments import SLICING, refuse_foreign_parallelism, with_defaults
 from autopar.hf.joining import joined
+from autopar.hf.losses import (
+    BATCHES,
+    ITEMS,
+    adds_up_losses,
+    ignores_items,
+    name_of_model,
+    refuse_uneven_end,
+    scaled_loss,
+)
 from autopar.runtime.ranks.processes import MeshLike
 from autopar.session.keywords import CompileKeywords
 from autopar.session.session import Session
@@ -55,6 +64,10 @@ class SessionModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output in evaluation, whole on every rank."""
         return self._session(*args, **self._prepared(kwargs))
+
+    def _get_name(self) -> str:
+        """Returns the name of the model's class, by which Trainer shifts labels or not."""
+        return name_of_model(self.model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: a session's step leaves no gradients."""
@@ -100,11 +113,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Trains as `transformers.Trainer` does, in parallel on a mesh.
 
     Every process loads the same batches of `per_device_train_batch_size` x devices samples. The
-    batches of a gradient accumulation are the microbatches of one step; shorter ones are padded. As
-    in transformers, the loss is the sum over the step's tokens by `num_items_in_batch` if the model
-    takes that number, and otherwise the mean of the batches' losses. The arguments for precision,
-    clipping, weight decay, activation checkpointing and torch.compile become options of the
-    session. At the end of the training, `model` has the trained weights.
+    batches of a gradient accumulation are the microbatches of one step; shorter ones are padded.
+    The loss is that of transformers: a sum over the step's tokens by `num_items_in_batch` if the
+    model uses that number, the sum of the batches' losses if the model accepts and ignores it, and
+    otherwise their mean. The arguments for precision, clipping, weight decay, label smoothing,
+    activation checkpointing and torch.compile become options of the session. At the end of the
+    training, `model` has the trained weights.
 
     Args:
         mesh: the devices, as for `autopar.compile`.
@@ -131,6 +145,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.args.average_tokens_across_devices = False
         self._accumulated: list[Mapping[str, Any]] = []
         self._rows = 0
+        self._summed = False  # whether a step has the sum of its batches' losses
         self.add_callback(EpochOrder())
 
     @property
@@ -145,10 +160,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 if self.train_dataset is not None
                 else self.get_eval_dataloader()
             )
-            several = [next(iter(batches))] * self.args.gradient_accumulation_steps
+            first = next(iter(batches))
+            several = [first] * self.args.gradient_accumulation_steps
             items = self._get_num_items_in_batch(several, self.args.device)
-            if items is None and "whole_loss" not in self._given:
-                self._options["whole_loss"] = False  # Trainer takes the mean of the batches' losses
+            self._settle_loss(first, items)
+            if not self._options.get("whole_loss", True) and self.train_dataset is not None:
+                refuse_uneven_end(batches, len(several), self.args.max_steps)
             batch = self._joined(several, items)
             self._session = compile(
                 self.model,
@@ -158,6 +175,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 **self._options,
             )
         return self._session
+
+    def _settle_loss(self, first: Mapping[str, Any], items: Tensor | int | None) -> None:
+        """Decides whether a step has the loss of all rows, the mean or the sum of its batches'."""
+        if "whole_loss" in self._given:
+            return
+        if not adds_up_losses(self, items is not None):
+            self._options["whole_loss"] = False
+        elif (
+            self.args.gradient_accumulation_steps > 1
+            and items is not None
+            and not {"loss_fn", "plan", *SLICING} & self._given.keys()
+            and "loss_fn" not in self._options
+            and ignores_items(self.model, self._prepared({**first, ITEMS: items}))
+        ):
+            self._options |= {"whole_loss": False, "loss_fn": scaled_loss()}
+            self._summed = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Compiles the model, and returns the optimizer of its session."""
@@ -195,16 +228,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Returns several batches as one, with the number of tokens that count in their loss."""
         pad_to, together = self._options.get("pad_to"), self._options.get("whole_loss", True)
         batch = joined(batches, self.model, lambda: self.session.graph, pad_to, together)
-        if items is not None and self.model_accepts_loss_kwargs:
-            batch["num_items_in_batch"] = items
+        if items is not None:
+            batch[ITEMS] = items
+        if self._summed:
+            batch[BATCHES] = torch.tensor(float(len(batches)))
         return self._prepared(batch)
 
     def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns a batch with the number of its items as a tensor."""
-        items = batch.get("num_items_in_batch")
+        items = batch.get(ITEMS)
         if items is None:
             return batch
-        return {**batch, "num_items_in_batch": torch.as_tensor(items, dtype=torch.float32)}
+        return {**batch, ITEMS: torch.as_tensor(items, dtype=torch.float32)}
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Does nothing: the session has clipped the gradients."""

@@ -52,9 +52,9 @@ class OpRule:
             the number of elements of the first result, and is the default.
         linear: groups of tensor operands, by position, in which the results are jointly linear;
             True means all together, False none. May be a function of the node.
-        together: pairs of factors, "e ..." or "k n, k l", that one axis may split at once: no
-            operand has both, and the operator sends what belongs elsewhere. A tensor that has
-            neither is as if the axis split a factor that it lacks.
+        together: pairs of factors, "e ..." or "k n, k l", that one mesh axis may split at once. No
+            operand has both factors of a pair, and the operator itself sends elements to the
+            devices that need them. A tensor with neither factor is not split by that axis.
         examples: argument lists in the graph's notation, with a type in the place of each tensor:
             "f64[4, 6], (2, 12)". "f64[4]>0" asks for positive values, "i64[4]<8" for values from 0
             up to 8. The rule is proved on them.
@@ -77,9 +77,13 @@ def rule(
     examples: Sequence[str] = (),
     together: str = "",
 ) -> OpRule:
-    """Returns one rule; `op` is written as in a graph, "aten.linear", or "aten::linear".
+    """Returns a sharding rule for your own operator, to pass in `rules=` of `autopar.compile`.
 
-    For a torch.autograd.Function it is the class.
+    autopar.rule("mylib::gate", "b s h, h -> b s h", examples=["f64[4, 6, 8], f64[8]"])
+
+    Args:
+        op: the operator's name, "mylib::gate" or "mylib.gate"; or a torch.autograd.Function.
+        spec, flops, linear, examples, together: see `OpRule`.
     """
     op = op if isinstance(op, str) else f"{FUNCTION}{op.__module__}:{op.__qualname__}"
     return OpRule(graph_name(op), spec, flops, linear, tuple(examples), together)

@@ -9,6 +9,7 @@ from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,24 @@ def test_a_pipeline_has_its_schedule(tmp_path: Path) -> None:
     assert end == pytest.approx(1000 * Plan.load(plan).predicted.step_seconds, rel=1e-6)
     (heat,) = found["parameters"]
     assert {name.partition(": ")[0] for name in heat["y"]} == {"0", "1"}
+
+
+def test_equal_stages_share_a_row_and_small_layers_a_bar() -> None:
+    def stage(axes: tuple[str, ...]) -> Any:
+        weight = SimpleNamespace(
+            name="w", stored="[4]", used="[4]", axes=axes, updated_axes=(), used_axes=()
+        )
+        return SimpleNamespace(parameters=(weight,))
+
+    stages = {f"{n}: ": stage(("gpu",) if n == 3 else ()) for n in range(6)}
+    mesh = dict.fromkeys(stages, Mesh.parse(MESH))
+    (trace,) = charts.heat_map(stages, mesh).data
+    assert list(trace.y) == ["0-2, 4-5: w", "3: w"]
+    assert [list(row) for row in trace.text] == [["", "", ""], ["4", "", ""]]
+    causes = {"compute": {"a": 9.0, "b": 1e-3, "c": 1e-3}, "activations": {"a": 1.0, "b": 1e-3}}
+    assert charts._merged(causes) == ["a", "2 smaller rows"]
+    assert causes["compute"] == {"a": 9.0, "2 smaller rows": 2e-3}
+    assert causes["activations"] == {"a": 1.0, "2 smaller rows": 1e-3}
 
 
 def test_names_from_outside_are_text(monkeypatch: pytest.MonkeyPatch) -> None:

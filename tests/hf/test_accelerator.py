@@ -86,7 +86,7 @@ def plain() -> dict[str, Any]:
         for batches in ([0, 4], [8, 12], [16]):
             parted = [data()[first : first + 4] for first in batches]
             found = [model(x, y)["loss"] for x, y in parted]
-            (sum(found) / len(found)).backward()
+            (sum(found) / 2).backward()  # as accelerate does, also where one batch is left
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()

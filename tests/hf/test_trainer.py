@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import BatchError, OptionError
 from autopar.hf import Trainer
+from autopar.hf.losses import ignores_items
 from tests.support.ranks import run_ranks
 
 LINE = "cpu: gpu=2 @1TB/s 1ns"
@@ -145,6 +146,45 @@ def of_lengths(kind: type, folder: Path, batch: int, rows: int = 20) -> transfor
     )
 
 
+class Accepting(Tagger):
+    """Accepts the number of items, as every model of transformers with keywords, and ignores it."""
+
+    config = transformers.PreTrainedConfig()  # which Trainer reads where it smooths labels
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        logits = self.head(self.words(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def by_items(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, wanted = output["logits"].flatten(0, 1), labels.flatten()
+    return nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "sum": {}, "smoothed": {"label_smoothing_factor": 0.2}, "own": {"compute_loss_func": by_items},
+}  # fmt: skip
+
+
+def of_loss(kind: type, folder: Path, loss: str, rows: int = 20) -> transformers.Trainer:
+    """A Trainer whose epochs end with a step of fewer batches."""
+    given = dict(LOSSES[loss])
+    function = given.pop("compute_loss_func", None)
+    return kind(
+        model=Accepting().double(),
+        args=arguments(folder, 4, save_strategy="no", max_steps=2, eval_steps=2, **given),
+        train_dataset=Texts(rows),
+        eval_dataset=Texts(7),
+        compute_loss_func=function,
+        **({"mesh": "cpu: gpu=1"} if kind is Trainer else {}),
+    )
+
+
 def on_ranks(folder: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -187,11 +227,45 @@ def test_it_trains_as_on_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(first["predicted"], wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_accumulated_batches_are_those_of_transformers(tmp_path: Path, loss: str) -> None:
+    own, plain = (of_loss(kind, tmp_path, loss) for kind in (Trainer, Plain))
+    own.train()
+    plain.train()
+    torch.testing.assert_close(losses(own), losses(plain), rtol=1e-6, atol=1e-6)
+    tolerance = 1e-6 if loss == "smoothed" else 1e-9  # transformers smooths in float32
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(own.model.state_dict()[name], value, rtol=tolerance, atol=1e-9)
+
+
+def test_it_is_seen_whether_a_model_uses_the_number_of_items() -> None:
+    class Using(Accepting):
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+        ) -> dict[str, Any]:
+            output = super().forward(input_ids, labels)
+            return {**output, "loss": output["loss"] / kwargs["num_items_in_batch"]}
+
+    tokens = Texts(2)[0]["input_ids"][None]
+    batch = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.tensor(16.0)}
+    assert ignores_items(Accepting(), batch)
+    assert not ignores_items(Using(), batch)
+
+
+def test_a_sum_of_unequal_batches_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match=r"4, 4, 3 rows(?s:.*)whole_loss"):
+        of_loss(Trainer, tmp_path, "sum", rows=23).train()
+
+
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
         ({"fp16": True, "use_cpu": False}, '"precision": "fp16"'),
-        ({"label_smoothing_factor": 0.1}, "loss_fn"),
+        (
+            {"label_smoothing_factor": 0.1, "options": {"loss_fn": by_items}},
+            "leave one of them out",
+        ),
         ({"auto_find_batch_size": True}, "leave it out"),
     ],
 )

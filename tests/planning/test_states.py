@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from autopar.cli.common.model_options import capture_model
 from autopar.errors import InfeasibleError, StateError
 from autopar.explain import moves as explain_moves
 from autopar.ir.mesh import Mesh
 from autopar.ir.update import Update
+from autopar.ir.update.update_rules import WHOLE, dims_of
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
@@ -113,3 +116,16 @@ def test_the_owners_of_whole_parameters_are_a_price_of_splitting_them() -> None:
     )
     assert times == 3 * len(split) > 0
     assert plan.predicted.step_seconds > free.predicted.step_seconds
+
+
+@pytest.mark.parametrize(
+    "adafactor",
+    [
+        torch.optim.Adafactor,
+        partial(transformers.Adafactor, lr=1e-2, scale_parameter=False, relative_step=False),
+    ],
+)
+def test_an_update_whose_norm_is_bounded_needs_the_whole_vector(adafactor: Any) -> None:
+    """Adafactor divides an update by its root mean square, if that exceeds a bound."""
+    needs = {rule.dims: rule.needs for rule in observed(adafactor).rules}
+    assert needs[dims_of(1)] == needs[dims_of(2)] == WHOLE

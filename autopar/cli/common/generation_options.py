@@ -71,13 +71,13 @@ def _plan(prompt: int, new_tokens: int, given: dict[str, Any]) -> None:
     sizes = Sizes(spec.batch or BATCH, prompt, new_tokens)
     quiet, output = given["as_json"], given["output"]
     with stages(quiet=quiet) as stage:
-        plan, opened = generation_view.planned(spec, mesh, options, sizes, stage)
+        found = generation_view.planned(spec, mesh, options, sizes, stage)
     if quiet:
-        print_json(generation_view.figures(plan, opened[1]))
+        print_json(generation_view.figures(found.plan, found.graphs[1], found.tried))
     else:
-        print_out(*generation_view.render_plan(plan, opened))
+        print_out(*generation_view.render_plan(found))
     if output is not None:
-        plan.save(Path(output))
+        found.plan.save(Path(output))
         say(f"written to {output}; next: autopar explain {output}", err=True)
 
 

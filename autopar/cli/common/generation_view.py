@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.generation.graphs import Sizes, capture_generation
 from autopar.planning.generation.serving import generating_options
-from autopar.planning.generation.stage_search import fastest_generation
+from autopar.planning.generation.stage_search import FoundGeneration, fastest_generation
 from autopar.planning.options import Options
 from autopar.planning.prices import cost_model, limit_of_plan
 from autopar.planning.stored import graphs_of as stages_of
@@ -65,7 +65,7 @@ def _traced(spec: ModelSpec, options: Options, sizes: Sizes) -> Graphs:
 
 def planned(
     spec: ModelSpec, mesh: Mesh, options: Options, sizes: Sizes, stage: Callable[[str], None]
-) -> tuple[GenerationPlan, Graphs]:
+) -> FoundGeneration:
     """Plans a model of the command line.
 
     Args:
@@ -83,12 +83,15 @@ def planned(
         stage("strategies")
         return graphs
 
-    plan, graphs = fastest_generation(capture, mesh, options, sizes)
+    found = fastest_generation(capture, mesh, options, sizes)
+    plan = found.plan
     prefill, decode = (replace(each, model=spec) for each in (plan.prefill, plan.decode))
-    return replace(plan, prefill=prefill, decode=decode), graphs
+    return replace(found, plan=replace(plan, prefill=prefill, decode=decode))
 
 
-def figures(plan: GenerationPlan, decode: Graph) -> dict[str, object]:
+def figures(
+    plan: GenerationPlan, decode: Graph, tried: Mapping[int, float | None] | None = None
+) -> dict[str, object]:
     """Returns the figures of a plan: seconds, tokens a second and bytes of a device."""
     nbytes, layouts = caches_of(decode, plan.decode)
     return {
@@ -103,23 +106,33 @@ def figures(plan: GenerationPlan, decode: Graph) -> dict[str, object]:
         "peak_bytes": plan.peak_bytes,
         "cache_bytes": nbytes,
         "caches": list(layouts),
+        "stages": len(plan.decode.stages),
+        **({} if tried is None else {"seconds_by_stages": dict(tried)}),
     }
 
 
 def render_plan(
-    plan: GenerationPlan, graphs: Graphs, known: dict[str, OpRule] | None = None
+    found: FoundGeneration, known: dict[str, OpRule] | None = None
 ) -> list[RenderableType]:
     """Returns the figures of a generation, and the summaries of its prefill and decode."""
-    parts: list[RenderableType] = [_head(plan, graphs[1])]
-    for title, explanation in _explanations(plan, graphs, known):
+    parts: list[RenderableType] = [_head(found.plan, found.graphs[1], found.tried)]
+    for title, explanation in _explanations(found.plan, found.graphs, known):
         parts += [Text(f"\n{title}", style="bold"), render_summary(explanation)]
     return parts
 
 
-def _head(plan: GenerationPlan, decode: Graph) -> Text:
+def _head(
+    plan: GenerationPlan, decode: Graph, tried: Mapping[int, float | None] | None = None
+) -> Text:
     nbytes, layouts = caches_of(decode, plan.decode)
+    several = tried is not None and len(tried) > 1
+    others = ", ".join(
+        f"{count} ({'no plan' if seconds is None else format_seconds(seconds)})"
+        for count, seconds in (tried or {}).items()
+    )
     rows = {
         "prompts": f"{plan.batch} x {plan.prompt} tokens, then {plan.new_tokens} tokens each",
+        **({"stages": f"{len(plan.decode.stages)}, the fastest of {others}"} if several else {}),
         "first token": format_seconds(plan.first_token_seconds),
         "each further token": format_seconds(plan.token_seconds),
         "throughput": f"{plan.tokens_per_second:,.0f} tokens/s",

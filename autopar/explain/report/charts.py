@@ -18,6 +18,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
 
 GIB, MS = 2**30, 1e-3
+# Colours by cause, equal in all charts and pages; Okabe and Ito's, which the colour-blind can tell.
+_COLOURS = {
+    "compute": "#0072B2", "parameters": "#E69F00", "activations": "#009E73",
+    "gradients": "#D55E00", "optimizer": "#CC79A7", "gathered parameters": "#F0E442",
+}  # fmt: skip
+_SEEN = 0.003  # of the longest bar: what can be seen of another
 _ROW, _LEAST = 22, 260  # pixels: a row of a table of bars, and the least height of a chart
 
 
@@ -88,46 +94,90 @@ def heat_map(explained: Mapping[str, Explanation], mesh: Mapping[str, Mesh]) -> 
     kinds = (("stored", "axes"), ("state", "updated_axes"), ("used", "used_axes"))
     axes = list(dict.fromkeys(axis for one in mesh.values() for axis in one.names))
     columns = [f"{kind} {axis}" for kind, _ in kinds for axis in axes]
-    names, cells, texts = [], [], []
+    alike: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for stage, explanation in explained.items():
         for parameter in explanation.parameters:
-            names.append(_text(f"{stage}{parameter.name}"))
-            split = [
+            split = tuple(
                 mesh[stage].axis_size(axis) if axis in getattr(parameter, field) else 1
                 for _, field in kinds
                 for axis in axes
-            ]
-            cells.append([math.log2(count) for count in split])
-            shown = _text(f"{parameter.stored} => {parameter.used}")
-            texts.append([f"{count} parts<br>{shown}" for count in split])
+            )
+            shown = f"{parameter.stored} => {parameter.used}"
+            alike.setdefault((parameter.name, shown, split), []).append(stage)
+    names = [_text(f"{_together(stages)}{name}") for (name, _, _), stages in alike.items()]
     trace = _plotly().Heatmap(
-        z=cells, x=[_text(name) for name in columns], y=names, text=texts, colorscale="Blues",
-        hovertemplate="%{y}<br>%{x}: %{text}<extra></extra>", showscale=False, xgap=2, ygap=2,
+        z=[[math.log2(count) for count in split] for _, _, split in alike],
+        text=[[str(count) if count > 1 else "" for count in split] for _, _, split in alike],
+        customdata=[[_text(shown)] * len(split) for _, shown, split in alike],
+        x=[_text(name) for name in columns], y=names, colorscale="Blues", texttemplate="%{text}",
+        hovertemplate="%{y}<br>%{x}: 2^%{z} parts<br>%{customdata}<extra></extra>",
+        showscale=False, xgap=2, ygap=2,
     )  # fmt: skip
-    return _figure([trace], _ROW * len(names) + 80, yaxis={"autorange": "reversed"})
+    chart = _figure(
+        [trace], _ROW * len(names) + 120, yaxis={"autorange": "reversed"}, xaxis={"side": "top"}
+    )
+    return chart.update_layout(margin={"t": 70})  # room for the buttons above the names of columns
+
+
+def _together(stages: Sequence[str]) -> str:
+    """Returns one prefix for several stages: "1-3: " for "1: ", "2: " and "3: "."""
+    numbers = [int(stage.partition(":")[0]) for stage in stages if stage]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(texts) + ": " if runs else ""
 
 
 def by_layer(explained: Mapping[str, Explanation], memory: bool) -> Any:
-    """Draws milliseconds of a step, or GiB of a device, of every layer by cause."""
+    """Draws milliseconds of a step, or GiB of a device, of every layer by cause.
+
+    Layers that are too small to be seen share a bar.
+    """
     causes: dict[str, dict[str, float]] = {}
     for stage, explanation in explained.items():
         for row in view(explanation, "layer"):
             for cause, value in (row.memory if memory else row.seconds).items():
                 layer = _text(f"{stage}{row.name or 'the rest'}")
                 causes.setdefault(cause, {})[layer] = value / (GIB if memory else MS)
-    layers = list(dict.fromkeys(layer for values in causes.values() for layer in values))
+    layers = _merged(causes)
     unit = "GiB" if memory else "ms"
     traces = [
         _plotly().Bar(
             name=_text(cause), y=layers, x=[values.get(layer, 0.0) for layer in layers],
             orientation="h", hovertemplate="%{y}<br>%{x:.4g} " + unit,
+            marker_color=_COLOURS.get(cause),
         )
-        for cause, values in causes.items()
+        for cause, values in sorted(causes.items(), key=lambda named: _place(named[0]))
     ]  # fmt: skip
     return _figure(
         traces, _ROW * len(layers) + 100, barmode="stack", xaxis={"title": unit},
         yaxis={"autorange": "reversed"},
     )  # fmt: skip
+
+
+def _place(cause: str) -> int:
+    """Returns the place of a cause in a bar; causes without a colour come last."""
+    return [*_COLOURS, cause].index(cause)
+
+
+def _merged(causes: dict[str, dict[str, float]]) -> list[str]:
+    """Moves the values of the smallest layers to one, and returns the layers that remain."""
+    totals: dict[str, float] = {}
+    for values in causes.values():
+        for layer, value in values.items():
+            totals[layer] = totals.get(layer, 0.0) + value
+    seen = _SEEN * max(totals.values(), default=0.0)
+    small = [layer for layer, total in totals.items() if total < seen]
+    if len(small) < 2:
+        return list(totals)
+    rest = f"{len(small)} smaller rows"
+    for values in causes.values():
+        values[rest] = sum(values.pop(layer, 0.0) for layer in small)
+    return [*(layer for layer in totals if layer not in small), rest]
 
 
 def gantt(bars: Sequence[Bar]) -> Any:
@@ -142,13 +192,13 @@ def gantt(bars: Sequence[Bar]) -> Any:
                 name=_text(kind), y=[_text(bar.row) for bar in own], orientation="h",
                 base=[bar.start / MS for bar in own],
                 x=[(bar.end - bar.start) / MS for bar in own],
-                text=[_text(bar.name) for bar in own],
+                text=[_text(bar.name) for bar in own], textposition="inside", textangle=0,
                 hovertemplate="%{text}<br>%{base:.4g} ms, %{x:.4g} ms long",
             )
         )  # fmt: skip
     return _figure(
         traces, 2 * _ROW * len(rows) + 120, barmode="overlay", xaxis={"title": "ms"},
-        yaxis={"autorange": "reversed"},
+        yaxis={"autorange": "reversed"}, uniformtext={"minsize": 9, "mode": "hide"},
     )  # fmt: skip
 
 
@@ -218,8 +268,9 @@ def roofline(kernels: Sequence[Kernel], peak: float, bandwidth: float) -> Any:
         hovertemplate="%{text}<br>%{x:.3g} FLOP/B, %{y:.3g} FLOP/s<extra></extra>",
     )  # fmt: skip
     return _figure(
-        [roof, points], 420, xaxis={"title": "FLOP / byte", "type": "log"},
-        yaxis={"title": "FLOP / s", "type": "log"},
+        [roof, points], 420,
+        xaxis={"title": "FLOP / byte", "type": "log", "exponentformat": "power"},
+        yaxis={"title": "FLOP / s", "type": "log", "exponentformat": "power"},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ equal parts is planned.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -24,6 +24,21 @@ from autopar.planning.pipelines.stages import equal_parts
 Graphs = tuple[Graph, Graph]
 
 
+@dataclass(frozen=True)
+class FoundGeneration:
+    """The fastest plan of a generation.
+
+    Attributes:
+        plan: the plan.
+        graphs: the graphs of prefill and decode.
+        tried: seconds of a generation by the number of stages, None where there is no plan.
+    """
+
+    plan: GenerationPlan
+    graphs: Graphs
+    tried: dict[int, float | None]
+
+
 def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes) -> GenerationPlan:
     """Captures a model and returns the fastest plan of its prefill and decode.
 
@@ -35,13 +50,13 @@ def plan_generation(model: nn.Module, mesh: Mesh, options: Options, sizes: Sizes
         prefill, decode = capture_generation(model, sizes, own)
         return prefill.graph, decode.graph
 
-    return fastest_generation(capture, mesh, options, sizes)[0]
+    return fastest_generation(capture, mesh, options, sizes).plan
 
 
 def fastest_generation(
     capture: Callable[[Options], Graphs], mesh: Mesh, options: Options, sizes: Sizes
-) -> tuple[GenerationPlan, Graphs]:
-    """Returns the fastest plan of a prefill and a decode, and their graphs.
+) -> FoundGeneration:
+    """Returns the fastest plan of a prefill and a decode, and what else was planned.
 
     Args:
         capture: returns the graphs of prefill and decode under some options.
@@ -54,20 +69,25 @@ def fastest_generation(
     """
     captured: dict[bool, Graphs] = {}  # a graph that is cut into stages is normalised only
     planned: list[tuple[GenerationPlan, Graphs]] = []
+    tried: dict[int, float | None] = {}
     failed: AutoparError | None = None
-    for count in _counts(mesh) if options.searches_stages else (options.stages,):
+    asked = options.stages
+    for count in (asked,) if isinstance(asked, int) else _counts(mesh):
         try:
             own = generating_options(replace(options, global_batch=None, stages=count))
             if own.is_pipeline not in captured:
                 captured[own.is_pipeline] = capture(own)
             graphs = captured[own.is_pipeline]
             planned.append((plan_graphs(*graphs, mesh, own, sizes), graphs))
+            tried[count] = planned[-1][0].seconds
         except AutoparError as error:
             failed = failed or error
+            tried[count] = None
     if not planned:
         assert failed is not None
         raise failed
-    return min(planned, key=lambda each: each[0].seconds)  # of equally fast ones, fewest stages
+    # Of equally fast plans, the one with the fewest stages.
+    return FoundGeneration(*min(planned, key=lambda each: each[0].seconds), tried)
 
 
 def _counts(mesh: Mesh) -> tuple[int, ...]:

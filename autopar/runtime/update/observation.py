@@ -83,7 +83,8 @@ def _rule(optimizer: OptimizerFactory, options: Options, ndim: int) -> Rule:
     shape = _SIDES[:ndim]
     count = max(torch.Size(shape).numel(), 1)
     weight = torch.linspace(-1.0, 1.0, count).reshape(shape)
-    grads = [torch.cos(7 * weight), torch.sin(3 * weight)]
+    # The second gradient is larger, so that it reaches a bound on an update's norm, as Adafactor's.
+    grads = [torch.cos(7 * weight), 10 * torch.sin(3 * weight)]
     whole, state = _stepped(optimizer, options, weight, grads)
     mixed = any(
         not torch.allclose(_stepped(optimizer, options, weight[at], [g[at] for g in grads])[0],
