@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ class World:
             self.transfers[between] = float(self._random(*between).uniform(0, 0.5)) / count
         return self.transfers[between]
 
-    def search(self, laws: Sequence[Law], **options: object) -> StageSearchResult:
+    def search(self, laws: Sequence[Law], **options: Any) -> StageSearchResult:
         return partition(
             self.kinds, self.parts, laws=laws, microbatches=self.counts,
             memory=[self.room(part) for part in self.parts], stage_cost=self.ask,
@@ -164,7 +165,7 @@ MESHES = ["gpu=4", "gpu=3", "gpu=6", "gpu=16", "a=8", "gpu=3 + H100: gpu=3", "a=
 
 
 @st.composite
-def worlds(draw: Callable[..., object], most_layers: int = 4) -> World:
+def worlds(draw: st.DrawFn, most_layers: int = 4) -> World:
     mesh = draw(st.sampled_from(MESHES))
     parts = submeshes(Mesh.parse(f"H100: {mesh}"))
     if mesh == "gpu=16":  # two hosts; few enough parts to try all of them
