@@ -47,7 +47,7 @@ from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import QUICK, THOROUGH, OnMicrobatches
 from autopar.planning.pipelines.borders import Borders
 from autopar.planning.pipelines.layered import runs
-from autopar.planning.pipelines.search import search, simulate_pipeline
+from autopar.planning.pipelines.search import SPARE, search, simulate_pipeline
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.prices import limits_of
 from benchmarks.harness import write
@@ -99,7 +99,7 @@ class Bench:
 
     def prices(self, options: Options) -> StageCosts:
         """Returns prices of stages under other options, on as many logical shapes as ours tries."""
-        room = {kind: 0.98 * nbytes for kind, nbytes in self.limits.items()}
+        room = {kind: (1 - SPARE) * nbytes for kind, nbytes in self.limits.items()}
         shapes = self.effort["shapes"]
         return StageCosts(self.model, self.mesh, options, room, most=256, shapes=shapes)
 
@@ -108,7 +108,7 @@ class Bench:
         stages = []
         for at, (first, last, part) in enumerate(cut):
             kept = RULE.in_flight(len(cut) - at, len(cut), count)
-            room = self.limits[part.meshes[0].kind]
+            room = self.costs.memory[part.meshes[0].kind]
             costs = self.costs if priced is None else priced(part)
             try:
                 ways = costs(first, last, part, count)
@@ -279,7 +279,7 @@ def _alpa_sum(
         fresh, choice = np.full_like(table, np.inf), np.full(table.shape, -1)
         for number, (first, last, q, way) in enumerate(options):
             part = bench.parts[q]
-            if way.memory(stages) > bench.limits[part.meshes[0].kind]:
+            if way.memory(stages) > bench.costs.memory[part.meshes[0].kind]:
                 continue
             total = way.seconds + table[last + 1, : devices + 1 - part.size]
             better = total < fresh[first, part.size :]

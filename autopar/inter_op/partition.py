@@ -374,10 +374,10 @@ class _Search:
             for stages in range(1, self.space.most_stages + 1) if same else (None,):
                 draft = config.best(table, limit, stages)
                 found += [draft] if draft is not None else []
-        forms: dict[tuple[str, int, int], Draft] = {}
+        forms: dict[Hashable, Draft] = {}
         found.sort(key=lambda draft: draft.seconds * self._doubt(draft.microbatches))
         for draft in found:
-            forms.setdefault((draft.law.name, draft.microbatches, len(draft.stages)), draft)
+            forms.setdefault(self.space.form(draft), draft)
         transfers = {config.microbatches: config.transfer for config in self.configs}
         best, *rest = forms.values()
         return StageSearchResult(

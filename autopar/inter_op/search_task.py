@@ -58,6 +58,11 @@ class Space:
         """The orders in which a pipeline can pass through the parts of the cluster."""
         return list(permutations(part_sizes(self.prices.submeshes)))
 
+    def form(self, draft: Draft) -> Hashable:
+        """Returns the schedule, microbatches, number of stages and order of the cluster's parts."""
+        order = dict.fromkeys(self.prices.submeshes[q].part for q, _ in draft.stages)
+        return draft.law.name, draft.microbatches, len(draft.stages), tuple(order)
+
     def spans(self, order: Sequence[int]) -> tuple[Ints, Ints]:
         """Returns [submeshes] where the devices of a sub-mesh's part begin and end.
 

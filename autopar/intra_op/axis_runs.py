@@ -10,7 +10,8 @@ data and context parallelism do beside tensor parallelism. The number of choices
 square of the number of axes at most. From `MANY` axes on, the same holds for forms of operators,
 such as products on a cube of devices, and for the states of parameters between steps.
 
-All prices are those of the whole mesh. A node with a pin keeps all its choices.
+All prices are those of the whole mesh. A node with a pin keeps all its
+choices, and so does a parameter that it reads.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Builder:
         self.graph, self.table, self.pins = graph, table, pins
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.resharder = prices.resharder(given.precision)
-        self.alike: dict[tuple[TensorType, bool, Rule, float], Stored] = {}
+        self.alike: dict[tuple[TensorType, bool, Rule, float, bool], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names, self.replicated = list[str](), list[str]()
@@ -187,15 +187,17 @@ class Builder:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         rule = self.given.update.rule(node.target, node.type.shape)
         named = self.pins.names_any(share)
+        readers = map(self.graph.__getitem__, self.graph.users[share.name])
+        complete = named or any(map(self.pins.names_any, readers))
         usual = accumulating if self.given.microbatches > 1 else storages
         every_allowed = self.given.allowed_storages or usual
         allowed, given = self.given.stored.get(leaf_key(node), every_allowed), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, allowed, given.bucket, given.precision, rule, named
+            node.type, node.requires_grad, allowed, given.bucket, given.precision, rule, complete
         )
         left = self.pins.keep(share, every)
         pinned = named or allowed is not every_allowed
-        alike = (node.type, node.requires_grad, rule, self._again(share))
+        alike = (node.type, node.requires_grad, rule, self._again(share), complete)
         if alike in self.alike and not pinned:
             return self.alike[alike]
         among, pairs = set(left), zip(every, traffic, strict=True)

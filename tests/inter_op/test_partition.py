@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from autopar.inter_op.partition import partition
 from autopar.inter_op.stage_values import Candidate, Law, Pipeline, StageSearchResult
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
+
+# Schedule, number of microbatches, number of stages, order of the parts of the cluster.
+Form = tuple[str, int, int, tuple[int, ...]]
 
 ONE_F_ONE_B = Law("1f1b", lambda s, stages, count: min(s, count))
 GPIPE = Law("gpipe", lambda s, stages, count: count, exposed=0.0)
@@ -95,7 +99,7 @@ class World:
             self.transfers[between] = float(self._random(*between).uniform(0, 0.5)) / count
         return self.transfers[between]
 
-    def search(self, laws: Sequence[Law], **options: object) -> StageSearchResult:
+    def search(self, laws: Sequence[Law], **options: Any) -> StageSearchResult:
         return partition(
             self.kinds, self.parts, laws=laws, microbatches=self.counts,
             memory=[self.room(part) for part in self.parts], stage_cost=self.ask,
@@ -145,16 +149,16 @@ def all_stages(world: World) -> Iterator[list[tuple[int, int, SubMesh]]]:
                     ]
 
 
-def brute_force(world: World, laws: Sequence[Law]) -> dict[tuple[str, int, int], float]:
-    """The least seconds of every law, number of microbatches and number of stages."""
-    best: dict[tuple[str, int, int], float] = {}
+def brute_force(world: World, laws: Sequence[Law]) -> dict[Form, float]:
+    """The least seconds of every form."""
+    best: dict[Form, float] = {}
     everything = list(all_stages(world))
     for law, count in itertools.product(laws, world.counts):
         for stages in everything:
             if law.fits(len(stages), count):
                 fronts = [world.candidates(*stage, count) for stage in stages]
                 for ways in itertools.product(*fronts):
-                    key = (law.name, count, len(stages))
+                    key = (law.name, count, len(stages), order(part for *_, part in stages))
                     seconds = formula(world, law, count, stages, ways)
                     best[key] = min(best.get(key, math.inf), seconds)
     return best
@@ -164,7 +168,7 @@ MESHES = ["gpu=4", "gpu=3", "gpu=6", "gpu=16", "a=8", "gpu=3 + H100: gpu=3", "a=
 
 
 @st.composite
-def worlds(draw: Callable[..., object], most_layers: int = 4) -> World:
+def worlds(draw: st.DrawFn, most_layers: int = 4) -> World:
     mesh = draw(st.sampled_from(MESHES))
     parts = submeshes(Mesh.parse(f"H100: {mesh}"))
     if mesh == "gpu=16":  # two hosts; few enough parts to try all of them
@@ -175,8 +179,13 @@ def worlds(draw: Callable[..., object], most_layers: int = 4) -> World:
     return World(tuple(kinds), parts, counts, memory, draw(st.integers(0, 10**6)))
 
 
-def key(pipeline: Pipeline) -> tuple[str, int, int]:
-    return pipeline.schedule, pipeline.microbatches, len(pipeline.stages)
+def key(pipeline: Pipeline) -> Form:
+    parts = [stage.submesh for stage in pipeline.stages]
+    return pipeline.schedule, pipeline.microbatches, len(parts), order(parts)
+
+
+def order(parts: Iterable[SubMesh]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(part.part for part in parts))
 
 
 @pytest.mark.parametrize("laws", [(ONE_F_ONE_B, GPIPE), (ODD,)], ids=["1f1b, gpipe", "odd"])
@@ -217,6 +226,18 @@ def assert_best_of_all(laws: tuple[Law, ...], world: World) -> None:
     assert len(set(forms)) == len(forms)
     # No question twice, and none that is the same for equal layers.
     assert len(set(world.asked)) == len(world.asked) == found.calls
+
+
+def test_the_best_of_both_orders_of_unlike_parts_is_found() -> None:
+    """Exact times decide between pipelines that begin with either kind of device."""
+    parts = submeshes(Mesh.parse("H100: gpu=2 + V100: gpu=2"))
+    world = World(("a",) * 4, parts, (4,), 1e9, 0)
+    expected = brute_force(world, [ONE_F_ONE_B])
+    found = world.search([ONE_F_ONE_B])
+    forms = {key(pipeline): pipeline.seconds for pipeline in (found.best, *found.others)}
+    for order_ in ((0, 1), (1, 0)):
+        form = "1f1b", 4, len(found.best.stages), order_
+        assert forms[form] == pytest.approx(expected[form], rel=1e-9)
 
 
 @settings(deadline=None, max_examples=12)

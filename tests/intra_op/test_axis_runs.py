@@ -124,3 +124,13 @@ def test_a_pin_may_use_every_axis_in_its_own_way() -> None:
     pin = "[4@a@c, 4@b@d]"  # four runs
     _, plan, _ = solved(mesh(4), (4, 4, 4), {"%a": pin})
     assert pin in plan["a"]
+
+
+def test_a_parameter_may_be_used_in_every_way_that_a_pinned_reader_may() -> None:
+    """In a product on a grid inside of data parallelism, three axes of a weight differ."""
+    used = Layout((("c",), ("b",)), varying=("a",))
+    graph, on = mlp(64, 64, 64), mesh(3)
+    for pins, there in (({}, False), ({"%h": "by 2d"}, True)):
+        built = build(graph, on, AnalyticModel(on), rules(), STORED, pins=pins)
+        options = built.options[built.names.index("up_share")]
+        assert any(o.storage and o.storage.used == used for o in options) == there

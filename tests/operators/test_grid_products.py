@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.intra_op.node_choices import Option, node_options
 from autopar.intra_op.rules import rules
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
@@ -25,11 +26,11 @@ from tests.support.ranks import run_ranks
 M, N, K = 144, 192, 288
 
 
-def linear() -> Graph:
+def linear(columns: int = N) -> Graph:
     return parse_graph(f"""graph 'linear'
 %x = input('x') : f32[{M}, {K}] grad
-%w = input('w') : f32[{N}, {K}] grad
-%y = aten.linear(%x, %w) : f32[{M}, {N}] grad
+%w = input('w') : f32[{columns}, {K}] grad
+%y = aten.linear(%x, %w) : f32[{M}, {columns}] grad
 """)
 
 
@@ -97,6 +98,21 @@ def test_a_cube_sends_one_matrix_along_each_axis(side: int) -> None:
     assert found == pytest.approx((inputs + result, 2 * inputs + result))
 
 
+def test_every_form_states_where_rows_begin() -> None:
+    """Devices multiply slowly where rows begin between units of 16 bytes, in whatever form."""
+    columns = 2 * 97
+    graph, mesh = linear(columns), Mesh.parse("A100-80: d=2, r=2, c=2")
+    options, signature = node_options(graph, graph["y"], mesh, rules())
+    assert {"2d", "3d"} <= {option.form for option in options}
+    for option in options:
+        work = node_work(
+            graph, graph["y"], option.operands, option.results, signature, mesh, option.form
+        )
+        gemms = [kernel.gemm for kernel in (*work.forward, *work.backward) if kernel.gemm]
+        assert gemms
+        assert all(math.gcd(gemm.rows, columns) == gemm.rows for gemm in gemms), option
+
+
 def test_parts_of_all_matrices_are_held() -> None:
     mesh = Mesh.parse("A100-80: d=2, r=2, c=2")
     chosen = option(mesh, "3d", ("r", "c", ("d",)))
@@ -114,7 +130,8 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.last(torch.relu(self.first(x)))
-        return (hidden @ hidden.flatten(0, 1).t()).square().mean()
+        loss: Tensor = (hidden @ hidden.flatten(0, 1).t()).square().mean()
+        return loss
 
 
 def data() -> dict[str, Tensor]:

@@ -244,13 +244,14 @@ def _work(part: Part) -> NodeWork:
     for length in blocks.slices:
         x, w = blocks.panels(length)
         inner, moved = length * blocks.side, float(x + w + out * size)
+        unit = math.gcd(inner, blocks.columns)  # of the rows of x and w, and of those of the result
         lengths = blocks.rows, blocks.columns, inner
         for kernels, shapes in (
             (forward, (lengths,)),
             (backward, ((lengths[0], inner, lengths[1]), (inner, lengths[1], lengths[0]))),
         ):
             for shape in shapes:
-                gemm = Gemm(blocks.batch, *shape)
+                gemm = Gemm(blocks.batch, *shape, unit)
                 kernels.append(Work(part.node.op, gemm.flops, moved, dtype, gemm))
         summed = float(x + w)  # the parts that other devices computed
         backward.append(Work("sum of gradients", summed / size, 2 * summed, dtype))

@@ -60,7 +60,7 @@ FEW, TOO_LOW = 4, 0.03
 # No operator is more efficient on less work; the margin allows for rounding.
 _OPTIMISM = 0.98
 # Fraction of memory that pricing leaves free for buffers that only the simulation counts.
-_SPARE = 0.02
+SPARE = 0.02
 _FIGURES = 20  # a rank's memory is rounded up to 1/20 of a stage's
 # All schedules but GPipe keep about as much on a rank as one microbatch keeps of all layers.
 _HELD = 2.0
@@ -140,7 +140,7 @@ def search(
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     laws = [one for one in laws if one.chunks == 1 or not mesh.unlike]
     limits = by_kind(memory, mesh)
-    fewest, room = min(microbatches), {k: (1 - _SPARE) * each for k, each in limits.items()}
+    fewest, room = min(microbatches), {k: (1 - SPARE) * each for k, each in limits.items()}
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
     layers = layered(fewest)
     kinds = layers.kinds
@@ -191,7 +191,7 @@ def search(
         )
     except InfeasibleError as error:
         each = " or ".join(map(format_bytes, dict.fromkeys(limits.values())))
-        error.why += f"; {_SPARE:.0%} of {each} is kept free"
+        error.why += f"; {SPARE:.0%} of {each} is kept free"
         raise
     played: list[tuple[float, Timeline, Pipeline]] = []
     for number, pipeline in enumerate((partitioned.best, *partitioned.others[: SIMULATED - 1])):
