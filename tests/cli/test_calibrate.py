@@ -23,7 +23,7 @@ from tests.support.models import mlp, squared_error
 from tests.support.ranks import run_ranks
 
 PAIR = Mesh.parse("cpu: gpu=2")
-TINY = Settings(("f32",), (8, 32), (256, 4096), (8, 16), (256, 4096), 5, 2, 0.002)
+TINY = Settings(("f32",), (8, 32), (256, 4096), (8, 16), (256, 4096), 5, 2, 0.002, ("bf16",))
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
 
 
@@ -53,7 +53,9 @@ def pair() -> list[Calibration]:
 def test_all_ranks_get_one_calibration_of_every_kind(pair: list[Calibration]) -> None:
     first, second = pair
     assert first == second
-    assert len(first.products) == len(TINY.lengths) ** 3
+    for dtype in ("f32", "bf16"):
+        assert [p.dtype for p in first.products].count(dtype) == len(TINY.lengths) ** 3
+    assert {kernel.dtype for kernel in first.kernels} == {"f32"}
     assert {call.kind for call in first.exchanges} == KINDS
     plain = [call for call in first.exchanges if not call.by]
     assert len(plain) == len(KINDS) * len(TINY.payloads)

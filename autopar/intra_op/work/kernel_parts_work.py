@@ -26,13 +26,15 @@ _CAST = {"float8": 5.0, "float8-rows": 5.0, "mxfp8": 3.0 + 1 / 32}
 _STEPS = (32.0, 16.0)
 
 
-# Further times that an operand is read for reductions, forwards and backwards. A softmax: its
-# maximum and its sum; backwards the sum of the products of results and gradients, both of which are
-# read. A norm: its moments; backwards those two sums, and again those for weight and bias. A loss:
-# maximum, sum and the labels' terms. A sum over all rows: before what needs it; backwards the
-# operand and the gradient, for the sums of both that belong to one row.
+# Further passes over an operand for reductions, forwards and backwards. A softmax: a read for its
+# maximum, and for its sum a read and a write of exponentials, since XLA duplicates no operation
+# that it calls expensive (IsExpensive in instruction_fusion.cc and gpu/fusion_merger.cc); backwards
+# the sum of the products of results and gradients, both of which are read. A norm: its moments;
+# backwards those two sums, and again those for weight and bias. A loss: maximum, sum, exponentials,
+# which its gradient reads, and the labels' terms. A sum over all rows: before what needs it;
+# backwards the operand and the gradient, for the sums of both that belong to one row.
 _REREADS = {
-    "softmax": (2, 2), "log_softmax": (2, 1), "layer_norm": (1, 4), "cross_entropy_loss": (2, 0),
+    "softmax": (3, 2), "log_softmax": (3, 1), "layer_norm": (1, 4), "cross_entropy_loss": (3, 0),
     "sum": (1, 2),
 }  # fmt: skip
 

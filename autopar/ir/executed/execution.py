@@ -15,7 +15,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
                         writes the logits once in each direction
     reductions=steps    softmaxes, norms and a compiled loss read their operand again for each
                         reduction, as a compiler that ends a kernel there makes them (XLA until
-                        2023: Snider & Liang, arXiv 2301.13062, section III)
+                        2023: Snider & Liang, arXiv 2301.13062, section III), and exponentials
+                        are written, because it computes none twice
     convolutions=direct no algorithm of a convolution is chosen by measuring: none is Winograd's
     waits               collectives of parameters and gradients take turns with kernels
     together            gradients are reduced in place by one call behind the backward, and are

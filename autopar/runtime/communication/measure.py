@@ -62,6 +62,7 @@ class Settings:
         runs: consecutive runs of each problem.
         rounds: rounds over all problems.
         seconds: least duration of a run; shorter problems are repeated in it.
+        products: dtypes of further matrix products.
     """
 
     dtypes: tuple[str, ...]
@@ -72,6 +73,7 @@ class Settings:
     runs: int
     rounds: int
     seconds: float
+    products: tuple[str, ...] = ()
 
 
 def settings(device: torch.device, quick: bool = False) -> Settings:
@@ -85,13 +87,15 @@ def settings(device: torch.device, quick: bool = False) -> Settings:
         runs=3,
         rounds=5,
         seconds=0.01,
+        products=("bf16",),  # of mixed precision and of Muon; no fixed share of the rate in f32
     )
     if quick:
         few, some = (16, 64), _powers(10, 14, 4)
         usual = replace(usual, lengths=few, elements=some, sequences=(16, 32), payloads=some)
         return replace(usual, runs=3, rounds=1, seconds=0.0)
     if device.type == "cuda":
-        usual = replace(usual, dtypes=("bf16", "f32"), lengths=(128, 512, 2048, 8192))
+        usual = replace(usual, dtypes=("bf16", "f32"), products=())
+        usual = replace(usual, lengths=(128, 512, 2048, 8192))
         usual = replace(usual, elements=_powers(12, 28, 4), payloads=_powers(12, 28, 2))
         return replace(usual, sequences=(512, 2048, 8192))
     return usual
@@ -247,11 +251,12 @@ def _plan(
     bench: Bench, comm: Communicator, chosen: Settings
 ) -> Iterator[tuple[str, Callable[[], list[Point]]]]:
     """Yields the name and the measuring function of each problem."""
-    for dtype in chosen.dtypes:
-        size = DTYPES[dtype].itemsize
+    for dtype in (*chosen.dtypes, *chosen.products):
         for shape in itertools.product(chosen.lengths, repeat=3):
             name = f"matmul {' x '.join(map(str, shape))} {dtype}"
             yield name, partial(_product, bench, dtype, Gemm(1, *shape))
+    for dtype in chosen.dtypes:
+        size = DTYPES[dtype].itemsize
         for elements in chosen.elements:
             for problem in problems(elements, size):
                 name = f"{problem.op} of {elements} elements {dtype}"
