@@ -20,9 +20,15 @@ _NAMES = {
     "exchange_seconds": "  communication in operators",
     "parameter_seconds": "  parameters and gradients",
     "reshard_seconds": "  resharding of activations",
+    "update_seconds": "  update of parameters",
+    "host_seconds": "  copies to and from the host",
+    "waiting_seconds": "  waiting for the host",
+    "hidden_seconds": "  less: communication beside kernels",
+    "bubble": "  idle in the pipeline",
     "peak_bytes": "memory a device",
     "parameter_bytes": "  parameters and their state",
     "activation_bytes": "  activations",
+    "host_bytes": "memory of the host, a device",
 }
 
 
