@@ -148,7 +148,8 @@ class Attention(nn.Module):
                 is_causal=causal,
                 enable_gqa=case.heads != case.grouped,
             )
-        return self.out(result.transpose(1, 2).flatten(2))
+        given: Tensor = self.out(result.transpose(1, 2).flatten(2))
+        return given
 
 
 class Block(nn.Module):
@@ -162,7 +163,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, padding: Tensor, documents: Tensor) -> Tensor:
         keys = self.other(y if self.cross else x)
-        return (x + self.attention(self.norm(x), keys, padding, documents)).square().mean()
+        given: Tensor = self.attention(self.norm(x), keys, padding, documents)
+        return (x + given).square().mean()
 
 
 def make(name: str, explicit: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -317,10 +317,10 @@ def busiest_share(case: Case, plan: StagePlan, name: str) -> float:
     An equal share is what a device computes if all devices divide the node's work evenly.
     """
     graph, node = case.graph, case.graph[name]
+    if node.is_leaf or node.alias is not None:  # a parameter, or a view
+        return 0.0
     rule = case.rules.get(node.op)
-    signature = None
-    if rule is not None and not node.is_leaf:
-        signature = resolve(rule, node, operand_types(graph, node), node.types)
+    signature = resolve(rule, node, operand_types(graph, node), node.types) if rule else None
 
     def flops(entry: NodePlan) -> float:
         operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
