@@ -16,6 +16,7 @@ from autopar.cli.common.price_model import CALIBRATION
 from autopar.cli.common.replan import (
     Alternative,
     Case,
+    busiest_share,
     by_form,
     instead,
     named,
@@ -31,6 +32,10 @@ from autopar.operators.forms import PLAIN
 from autopar.stage_plan import StagePlan
 
 _SECONDS = ("step_seconds", "compute_seconds", "exchange_seconds", "reshard_seconds")
+BUSIEST = (
+    "in operators: communication inside them; busiest: the work of the busiest device on this "
+    "operator, compared with an equal share for each device"
+)
 MOST = 12  # decisions that one `why` solves again
 STAGE = click.option(
     "--stage", "number", type=click.IntRange(min=0),
@@ -130,6 +135,12 @@ def why_not(
         print_out(_title(chosen[node]))
         print_out(f"chosen   {chosen[node].layout}")
     print_out(f"instead  {answer.layouts or layout}")
+    own = _times(max(busiest_share(case, case.plan, node) for node in nodes))
+    if own != _times(answer.busiest):
+        print_out(
+            f"The busiest device does {_times(answer.busiest)} an equal share of this operator's "
+            f"work, instead of {own}."
+        )
     _print_difference(case.plan, answer, everything)
 
 
@@ -181,7 +192,9 @@ def _print(
 def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]) -> None:
     """Prints the time of a step with the chosen form and with each other form."""
     print_out(Text("Forms of ").append(_title(decision)))
-    headings = ("form", "a step", "compute", "in operators", "resharding", "a device", "")
+    headings = (
+        "form", "a step", "compute", "in operators", "resharding", "a device", "busiest", "",
+    )  # fmt: skip
     rows = Table(box=None, pad_edge=False)
     for number, heading in enumerate(headings):
         justify: Any = "right" if 0 < number < len(headings) - 1 else "left"
@@ -190,16 +203,22 @@ def _print_forms(case: Case, decision: Decision, answers: dict[str, Alternative]
     layout, _, form = decision.layout.partition(" by ")
     rows.add_row(
         f"{form or PLAIN} (chosen)", *(format_seconds(getattr(own, f)) for f in _SECONDS),
-        format_bytes(own.peak_bytes), layout,
+        format_bytes(own.peak_bytes), _times(busiest_share(case, case.plan, decision.node)), layout,
     )  # fmt: skip
     for name, answer in answers.items():
         if answer.difference is None:
-            rows.add_row(name, "", "", "", "", "", answer.missing)
+            rows.add_row(name, *[""] * (len(headings) - 2), answer.missing)
             continue
         seconds = (format_seconds(answer.figure(figure)[0]) for figure in _SECONDS)
         notes = "does not fit" if answer.missing else answer.layouts.partition(" by ")[0]
-        rows.add_row(name, *seconds, format_bytes(answer.figure("peak_bytes")[0]), notes)
-    print_out(rows, "")
+        peak = format_bytes(answer.figure("peak_bytes")[0])
+        rows.add_row(name, *seconds, peak, _times(answer.busiest), notes)
+    print_out(rows)
+    print_out(Text(BUSIEST, style="dim"), "")
+
+
+def _times(share: float) -> str:
+    return f"{share:.2f} ×" if share else ""
 
 
 def _print_difference(plan: StagePlan, answer: Alternative, everything: bool) -> None:

@@ -65,5 +65,14 @@ def test_every_form_has_its_price_or_what_it_needs(tmp_path: Path) -> None:
         again = make_plan(graph, Mesh.parse(MESH), options, Trace(None))
         figures = {figure["name"]: figure["after"] for figure in answer["difference"]["figures"]}
         assert figures["step_seconds"] == pytest.approx(again.predicted.step_seconds, rel=1e-9)
+    # Under a causal mask, the last of n devices computes 2 - 1 / n of an equal share.
+    busiest = {name: answer["busiest"] for name, answer in priced.items()}
+    assert chosen == "ulysses"
+    assert busiest["gathered"] == pytest.approx(1.5)
+    assert 1.5 < busiest["ring"] < 1.52  # and merges two parts
+    assert 1.0 < busiest["ring zigzag"] < 1.02
     text = run("why", plan, "heads", "--model", model).stdout
     assert all(name in text for name in names)
+    assert "1.50 ×" in text
+    text = run("why-not", plan, "heads", "by gathered", "--model", model).stdout
+    assert "does 1.50 × an equal share of this operator's work, instead of 1.00 ×" in text

@@ -10,7 +10,7 @@ import torch
 
 from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
-from autopar.errors import LayoutError, PinError
+from autopar.errors import InfeasibleError, LayoutError, PinError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.node_choices import Option, node_options, parameter_options
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
@@ -131,8 +131,8 @@ def test_a_pin_may_leave_every_layout_but_one() -> None:
     share = used(best, FC)[0]
     name = next(node for node, entry in best.items() if entry is share)
     text = f"not {share.operands[0][1].format(tensor.shape)} => {str(share).split(' -> ')[1]}"
-    other, more = plan({name: text})
-    assert other[name] != best[name]
+    without, more = plan({name: text})
+    assert without[name] != best[name]
     assert more >= seconds * (1 - 1e-12)
 
 
@@ -215,6 +215,18 @@ def test_a_form_that_no_operator_of_a_module_has_is_refused() -> None:
     assert "F.scaled_dot_product_attention" in caught.value.todo
 
 
+def test_a_form_that_a_layout_rules_out_says_what_it_needs_and_where_it_applies() -> None:
+    (attention,) = (n for n in graph().folded if n.op == "aten.scaled_dot_product_attention")
+    options, _ = node_options(graph(), attention, Mesh.parse("cpu: node=4, gpu=2"), rules())
+    key = f"%{attention.name}"  # four heads, too few for eight devices
+    with pytest.raises(PinError, match="fits no choice") as caught:
+        Pins(graph(), {key: "[8, 4, 16@node@gpu, 8] by ulysses"}).keep(attention, options)
+    assert "ulysses, which needs" in caught.value.why
+    choices = caught.value.why.partition("its choices are ")[2].split("; ")
+    assert "[8, 4, 16@node, 8] by ulysses" in choices
+    assert all(choice.endswith(" by ulysses") for choice in choices)
+
+
 class Products(torch.nn.Module):
     """Attention by products and a softmax."""
 
@@ -274,6 +286,15 @@ def test_pins_along_different_axes_contradict_where_no_strategy_does_both() -> N
     assert "'transformer.ln_f'" in caught.value.what
     assert "'*.ln_f'" in caught.value.what
     assert f"%{norm.name}" in caught.value.what
+
+
+def test_a_node_without_choices_is_no_fault_of_pins() -> None:
+    norm = graph()[last_in("transformer.ln_f")]
+    for pins in ({}, {"transformer.ln_f": "[8@node, 16, 32]"}):
+        with pytest.raises(InfeasibleError, match="cannot be laid out") as caught:
+            Pins(graph(), pins).keep(norm, ())
+        assert f"%{norm.name}" in caught.value.what
+        assert str(norm.type) in caught.value.why
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,17 @@ from autopar.cli.common.price_model import prices
 from autopar.cli.explain import explained
 from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
-from autopar.intra_op.node_choices import operand_types
+from autopar.intra_op.node_choices import operand_types, whole_options
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
 from autopar.intra_op.price_cache import Prices
-from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.strategy import form_strategies
+from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.operators.forms import PLAIN, forms_of
-from autopar.plan_entries import ModelSpec
+from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.planner import plan_again
@@ -112,6 +113,7 @@ class Alternative:
         seconds: solving time.
         missing: why there is no plan, or why it does not fit; "" if it fits.
         excess: bytes by which it exceeds the limit.
+        busiest: work of the busiest device on the decision's operator, see `busiest_share`.
     """
 
     layouts: str
@@ -119,6 +121,7 @@ class Alternative:
     seconds: float
     missing: str = ""
     excess: float = 0.0
+    busiest: float = 0.0
 
     def figure(self, name: str) -> tuple[float, float]:
         """Returns a predicted figure, and its change from the plan in question."""
@@ -304,7 +307,29 @@ def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Alternative:
         missing = f"{error.what}: {error.why}" if error.why else error.what
     new = decisions(plan, case.graph)
     layouts = "; ".join(dict.fromkeys(new[node].layout for node in nodes))
-    return Alternative(layouts, case.compared(plan, nodes), seconds, missing, excess)
+    busiest = max(busiest_share(case, plan, node) for node in nodes)
+    return Alternative(layouts, case.compared(plan, nodes), seconds, missing, excess, busiest)
+
+
+def busiest_share(case: Case, plan: StagePlan, name: str) -> float:
+    """Returns the busiest device's FLOPs of a node, as a multiple of an equal share; 0 if none.
+
+    An equal share is what a device computes if all devices divide the node's work evenly.
+    """
+    graph, node = case.graph, case.graph[name]
+    if node.is_leaf or node.alias is not None:  # a parameter, or a view
+        return 0.0
+    rule = case.rules.get(node.op)
+    signature = resolve(rule, node, operand_types(graph, node), node.types) if rule else None
+
+    def flops(entry: NodePlan) -> float:
+        operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
+        work = node_work(graph, node, operands, results, signature, plan.mesh, entry.form)
+        return math.fsum(kernel.flops for kernel in (*work.forward, *work.backward))
+
+    (whole,) = whole_options(graph, node)
+    equal = flops(whole.entry(graph, node)) / plan.mesh.size
+    return flops(plan.nodes[name]) / equal if equal else 0.0
 
 
 def pinned(case: Case, name: str, layout: str) -> tuple[list[str], str]:

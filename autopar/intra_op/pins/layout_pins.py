@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from autopar.errors import PinError
+from autopar.errors import InfeasibleError, PinError
 from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.storage import Storage
@@ -184,7 +184,10 @@ class Pins:
 
         Raises:
             PinError: there are none; names the pin, or the pins that contradict each other.
+            InfeasibleError: there were none before the pins.
         """
+        if not options:
+            raise self._without_options(node)
         fitting: list[tuple[str, Pin, frozenset[int]]] = []
         for key, pin in self.pins:
             if self.speaks(key, pin, node):
@@ -210,11 +213,22 @@ class Pins:
         names = self.names[node.name] | self.modules.get(node.name, set())
         return known and bool(forms_of(node.op)) and _names(key, names)
 
+    def _without_options(self, node: Node) -> InfeasibleError:
+        """Returns the error of a node that has no choices, which is no fault of any pin."""
+        return InfeasibleError(
+            f"%{node.name} cannot be laid out on this mesh",
+            where=self._place(node),
+            why=f"no layout is left of its {node.type}: none was given, or another program stores "
+            "it in a layout that it cannot have here",
+            todo="compile a program of its own for this call, or use another mesh",
+        )
+
     def _unfit(self, key: str, pin: Pin, node: Node, options: tuple[Option, ...]) -> PinError:
+        alike = [o for o in options if pin.form and (o.form or PLAIN) == pin.form]
         return PinError(
             f"the pin {key!r} = {str(pin)!r} fits no choice of %{node.name}",
             where=self._place(node),
-            why=f"{_reason(pin, node, options)}; its choices are {_listed(node, options)}",
+            why=f"{_reason(pin, node, options)}; its choices are {_listed(node, alike or options)}",
             todo="pin it to one of these, or leave the pin out",
         )
 
@@ -343,8 +357,8 @@ def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
 
 def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
     """Explains why no option satisfies a pin: its shape, a dimension, or a sum."""
+    needs = next((f.needs for f in forms_of(node.op) if f.name == pin.form), "")
     if pin.form and not any((option.form or PLAIN) == pin.form for option in options):
-        needs = next((f.needs for f in forms_of(node.op) if f.name == pin.form), "")
         return f"{pin.form} needs {needs}"
     if pin.anywhere:
         return "no other form is left"
@@ -364,6 +378,8 @@ def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
             return f"dimension {dim} of {node.type.shape[dim]} {how} by any strategy of {node.op}"
     if not any(set(layout.partial) == set(pin.layout.partial) for layout in layouts):
         return f"no strategy of {node.op} has a result {_owed(pin)}"
+    if needs:
+        return f"in this layout there is no form {pin.form}, which needs {needs}"
     return f"no strategy of {node.op} satisfies the whole pin"
 
 
