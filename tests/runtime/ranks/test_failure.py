@@ -277,7 +277,7 @@ Finalize(None, lambda: print(thread.is_alive()), exitpriority=0)  # runs after t
 """
 
 
-@pytest.mark.parametrize("last", ["", "del watch"])
+@pytest.mark.parametrize("last", [pytest.param("", marks=pytest.mark.slow), "del watch"])
 def test_the_thread_ends_before_the_program(last: str) -> None:
     """A thread that returns from C++ after the interpreter has ended aborts the process."""
     done = subprocess.run(
