@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import autopar
 from autopar.cli import main
@@ -159,7 +160,9 @@ def test_planning_is_imported_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_was_planned_before_is_planned_without_torch(tmp_path: Path) -> None:
+def test_a_model_that_was_planned_before_is_planned_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "import atexit, sys\n"
         "from autopar.cli import main\n"
@@ -168,8 +171,9 @@ def test_a_model_that_was_planned_before_is_planned_without_torch(tmp_path: Path
     )
     file = str(tmp_path / "plan.toml")
     words = ("plan", "gpt2", "--layers", "2", "--seq", "64", "--mesh", "H100: gpu=2", "-o", file)
-    commands = (words, words, ("why", file, "transformer.wte.weight"))
-    first, *later = (run(code, *each, XDG_CACHE_HOME=str(tmp_path)) for each in commands)
-    assert "torch imported: True" in first.stdout
-    for done in later:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = CliRunner().invoke(main, words)
+    assert first.exit_code == 0, first.output
+    for each in (words, ("why", file, "transformer.wte.weight")):
+        done = run(code, *each)
         assert "torch imported: False" in done.stdout, done.stderr

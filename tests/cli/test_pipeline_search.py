@@ -18,7 +18,7 @@ from autopar.plan import Plan
 from autopar.runtime.module_loader import load
 from tests.support.models import gpt2
 
-MODEL = ["plan", "gpt2", "--layers", "3", "--seq", "64", "--mesh", "H100: node=2, gpu=2"]
+MODEL = ["plan", "gpt2", "--layers", "2", "--seq", "64", "--mesh", "H100: node=2, gpu=2"]
 TINY = """
 from tests.support.models import gpt2
 

@@ -36,7 +36,7 @@ def measured(path: Path, chip: Device, count: int) -> Path:
 def test_a_fit_finds_a_device_that_differs_from_where_it_began(tmp_path: Path) -> None:
     table = dataclasses.replace(CHIP.products, efficiency=0.6, memory=0.5, memory_small=0.4)
     other = dataclasses.replace(CHIP, products=table, launch=6e-6)
-    found = samples(measured(tmp_path / "gemm.csv", other, 120))
+    found = samples(measured(tmp_path / "gemm.csv", other, 60))
     before = errors(CHIP, found)
     products, launch = fit_products(CHIP, found)
     assert products.measured == "A100-80"

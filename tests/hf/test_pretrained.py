@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 LINE = "cpu: data=2 @1TB/s 1ns"
 SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
 

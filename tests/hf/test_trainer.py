@@ -58,7 +58,7 @@ class Plain(transformers.Trainer):
 def model() -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        vocab_size=96, n_positions=16, n_embd=32, n_layer=1, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).double()

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.capture.capture import capture
 from autopar.errors import RuleError
-from autopar.intra_op.proofs.case import read_example
+from autopar.intra_op.proofs.case import own_randomness, read_example
 from autopar.intra_op.proofs.prove import (
     aliased,
     prove,
@@ -32,19 +32,28 @@ from autopar.passes.normalise import prepare
 from tests.support.models import MODELS, conv_net
 
 RULES = rules()
-# Rules of one string split alike: one operator of each string is proved on uneven parts, too.
+# Rules of one string split alike: one operator of each string is proved on uneven parts and on two
+# axes, too.
 UNEVEN = frozenset({RULES[op].spec: op for op in sorted(RULES, reverse=True)}.values())
+LINE, GRID = Mesh.parse("cpu: x=2"), Mesh.parse("cpu: y=2, x=3")
 
 
 @pytest.mark.parametrize("op", sorted(RULES))
 def test_every_rule_is_proved_on_its_examples(op: str) -> None:
-    report = prove(RULES[op], (2, 3) if op in UNEVEN else (2,))
-    assert report.proved, str(report)
+    with own_randomness("cpu"):
+        failures = [
+            case.failure(strategy, mesh)
+            for case in [read_example(RULES[op], text) for text in RULES[op].examples]
+            for mesh in (LINE, GRID)[: 1 + (op in UNEVEN)]
+            for strategy in strategies(case.signature, mesh)
+        ]
+    assert failures, "no strategy ran"
+    assert {str(failure) for failure in failures if failure is not None} == set()
 
 
 @pytest.mark.slow
-def test_every_rule_is_proved_on_uneven_parts() -> None:
-    for op in sorted(RULES.keys() - UNEVEN):
+def test_every_rule_is_proved_on_every_mesh() -> None:
+    for op in sorted(RULES):
         report = prove(RULES[op], (2, 3))
         assert report.proved, str(report)
 

@@ -32,8 +32,8 @@ CLUSTER = Mesh.parse(f"{FAST} + {SLOW}")
 
 @pytest.fixture(scope="module")
 def searched() -> Plan:
-    model, batch = models.gpt2(4)
-    return autopar.plan(model, CLUSTER, example_inputs=batch, stages="auto", global_batch=16)
+    model, batch = models.gpt2(2)
+    return autopar.plan(model, CLUSTER, example_inputs=batch, stages="auto", global_batch=8)
 
 
 def test_every_stage_lies_on_one_kind_of_device(searched: Plan) -> None:
@@ -48,8 +48,8 @@ def test_every_stage_lies_on_one_kind_of_device(searched: Plan) -> None:
 def test_no_equal_split_is_faster(searched: Plan) -> None:
     """Stages of equal time on one device, as on equal devices, on either part first."""
     groups = [Devices(part, 2 * number) for number, part in enumerate(CLUSTER.parts)]
-    for order, count in (((0, 1), 4), ((1, 0), 4), ((0, 1), 16)):
-        model, batch = models.gpt2(4, batch=16)
+    for order, count in (((0, 1), 4), ((1, 0), 4), ((0, 1), 8)):
+        model, batch = models.gpt2(2, batch=8)
         captured = capture_call(Call.of(model, batch), Options(), Trace(None), count)
         ends = even_ends(captured.graph, 2, CLUSTER.parts[0], Options())
         equal = plan_stages(

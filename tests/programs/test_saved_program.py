@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,15 @@ def save_and_train(path: str) -> tuple[list[str], bool]:
     return losses, "96@" in program.source or "32@" in program.source
 
 
-def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
+def printed_by(target: str) -> str:
+    """Returns what a saved program prints that this rank runs as a script."""
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(f"{target}/program.py", run_name="__main__")
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("launcher", ["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_saved_program_trains_by_itself(launcher: str, tmp_path: Path) -> None:
     target = tmp_path / "out" / "program"
     results = run_ranks(save_and_train, str(target), count=2)
     losses, sharded = results[0]
@@ -62,8 +73,11 @@ def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
     assert {file.name for file in target.iterdir()} == FILES
     # Tied weights are saved once.
     assert "lm_head.weight" not in load_file(target / "weights.safetensors")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = run(sys.executable, *launch, str(target / "program.py"))
+    if launcher == "forks":
+        printed = run_ranks(printed_by, str(target), count=2)[0]
+    else:
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        printed = run(sys.executable, *launch, str(target / "program.py"))
     steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
     assert [step[3] for step in steps] == losses
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EXPERTS, WIDTH, INNER, CHOICES = 5, 8, 16, 2
+EXPERTS, WIDTH, INNER, CHOICES = 3, 8, 16, 2
 
 
 class Plain(nn.Module):

@@ -238,8 +238,8 @@ def test_annotated_models_train_as_unannotated_ones() -> None:
 
 
 def test_what_propagation_leads_to_is_refused_if_it_does_not_fit() -> None:
-    model, batch = gpt(BATCH)
-    peak = followed("batch").plan.predicted.peak_bytes
+    model, batch = Perceptron("", "[b@data@tensor, f]"), {"x": torch.randn(8, 16)}
+    peak = planned(model, batch, solver="propagate").plan.predicted.peak_bytes
     options = {"example_inputs": batch, "memory": 0.8 * peak}
     with pytest.raises(InfeasibleError, match="found by propagation"):
         autopar.plan(model, MESH, solver="propagate", **options)

@@ -125,7 +125,8 @@ AGAIN = {"state": "zero3, gathered again", "recompute": "full"}
 CASES = [
     pytest.param(Case("gpt2", varied=True), marks=pytest.mark.slow),
     pytest.param(Case("llama"), marks=pytest.mark.slow),
-    Case("gpt2", how={"backend": "aot_eager"}),
+    Case("gpt2"),
+    pytest.param(Case("gpt2", how={"backend": "aot_eager"}), marks=pytest.mark.slow),
     pytest.param(Case("llama", "H100: data=2, gpu=2", AGAIN), marks=pytest.mark.slow),
 ]
 

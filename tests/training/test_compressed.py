@@ -185,13 +185,16 @@ TWO = "cpu[10GFLOP/s 1GiB 5GB/s]: gpu=2 @1MB/s 1us"
 FOUR = "cpu[10GFLOP/s 1GiB 5GB/s]: node=2 @1MB/s 5us, gpu=2 @10MB/s 1us"
 
 
-def test_replicas_train_as_one_process_that_compresses_alike() -> None:
-    check([Case(TWO, method) for method in METHODS])
-
-
-def test_sharded_gradients_and_microbatches_train_alike() -> None:
+def test_replicas_and_shards_train_as_one_process_that_compresses_alike() -> None:
+    """Every method, under another sharding of states each."""
     cases = [Case(TWO, method, "zero2", 2) for method in ("int4 blocks", "powersgd rank 2")]
-    check([*cases, Case(TWO, "top-k 10 %", "zero3", 2), Case(TWO, "1-bit", "zero1", 4)])
+    cases += [Case(TWO, "top-k 10 %", "zero3", 2), Case(TWO, "1-bit", "zero1", 4)]
+    check([Case(TWO, "int8"), *cases])
+
+
+@pytest.mark.slow
+def test_replicas_train_by_every_method() -> None:
+    check([Case(TWO, method) for method in METHODS])
 
 
 def test_four_ranks_in_two_calls_along_two_axes_and_beside_tensor_parallelism() -> None:

@@ -116,8 +116,9 @@ SPLITS: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-# One of each kind; the slow test trains the others.
-QUICK = ("inner", "tokens and experts", "dispatched over two axes")
+# Without and with messages of tokens; test_expert_parallel splits inner features, and the slow test
+# trains the others.
+QUICK = ("tokens and experts", "dispatched over two axes")
 # Those that are trained with kernels, too: with all experts here, and with some.
 FUSED = ("tokens", "tokens and experts")
 

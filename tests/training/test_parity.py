@@ -20,15 +20,16 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def quick_cases(name: str) -> list[Case]:
-    """Of GPT-2 two plans, a float32 run and one with dropout; a free plan is in test_program.
+    """Every forced plan, dtype and dropout once; free plans are in test_program and test_families.
 
     The positions of ViT are 17 with the class token: parts that differ by one.
     """
     if name == "llama":
-        return [Case(GRID), Case(GRID, "sequence")]
+        return [Case(GRID, "sequence")]
+    if name == "gpt2":
+        return [Case(GRID, "tensor", dropout=0.1), Case(FLAT, "zero", torch.float32)]
     cases = [Case(GRID, "sequence"), Case(GRID, dtype=torch.float32)]
-    cases += [Case(FLAT, "zero") if name == "gpt2" else Case(FLAT)]
-    return cases + ([Case(GRID, "tensor", dropout=0.1)] if name in ("gpt2", "bert") else [])
+    return [*cases, Case(FLAT), *([Case(GRID, "tensor", dropout=0.1)] if name == "bert" else [])]
 
 
 def all_cases(name: str) -> list[Case]:

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from autopar.errors import RankFailedError
 from autopar.runtime.ranks.failure import Failure, Watch
 from tests.support.ranks import forking
 
+Play = Callable[[int, Path], None]
 COUNT = 4
 RANKS = tuple(range(COUNT))
 LIMIT = 30.0  # seconds from the failure to the end of the last process
@@ -38,7 +41,7 @@ class Ended:
     seconds: float
 
 
-def start(rank: int, folder: str, store: str, play: Callable[[int, Path], None]) -> None:
+def start(rank: int, folder: str, store: str, play: Play) -> None:
     """A process: its stderr in a file, in a group that meets in a file or at rank 0's port."""
     with open(Path(folder) / f"{rank}.err", "w") as file:
         os.dup2(file.fileno(), 2)
@@ -63,7 +66,7 @@ def served_store(rank: int, folder: Path) -> Store:
     return TCPStore("127.0.0.1", int(meeting.get("port")), COUNT, False, NEVER)
 
 
-def run(play: Callable[[int, Path], None], folder: Path, store: str) -> list[Ended]:
+def run(play: Play, folder: Path, store: str) -> list[Ended]:
     """How the processes ended, in rank order; `seconds` counts from the file "failed", if any.
 
     A process that plays on after its own failure waits for the file "over".
@@ -92,6 +95,25 @@ def run(play: Callable[[int, Path], None], folder: Path, store: str) -> list[End
         Ended(p.exitcode, (folder / f"{r}.err").read_text(), ends.get(r, 1e9) - start_of)
         for r, p in enumerate(processes)
     ]
+
+
+@pytest.fixture(scope="module")
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Play, str], tuple[list[Ended], Path]]:
+    """How the processes of each play ended, with its folder.
+
+    Most of their time they wait, so all plays of the selected tests run at once.
+    """
+    plays = dict.fromkeys(
+        (item.callspec.params["play"], item.callspec.params["store"])
+        for item in request.session.items
+        if item.parent is request.node and "played" in item.fixturenames  # type: ignore[attr-defined]
+    )
+    folders = [tmp_path_factory.mktemp("play") for _ in plays]
+    with ThreadPoolExecutor(len(plays)) as pool:
+        ends = pool.map(lambda each, folder: run(each[0], folder, each[1]), plays, folders)
+        return dict(zip(plays, zip(ends, folders, strict=True), strict=True))
 
 
 def boom(folder: Path) -> None:
@@ -173,9 +195,9 @@ def fail_while_others_are_outside(rank: int, folder: Path) -> None:
     ],
 )
 def test_all_ranks_end_and_name_the_one_that_failed(
-    play: Callable[[int, Path], None], store: str, failing: int, tmp_path: Path
+    play: Play, store: str, failing: int, played: Any
 ) -> None:
-    ended = run(play, tmp_path, store)
+    ended, _ = played[play, store]
     for rank, end in enumerate(ended):
         assert end.seconds < LIMIT, f"rank {rank} did not end:\n{end.stderr}"
         assert end.status == 1, end
@@ -184,15 +206,6 @@ def test_all_ranks_end_and_name_the_one_that_failed(
         assert told == (rank != failing)
         # The line of the user's program that failed.
         assert 'raise ValueError("boom at step 3")' in end.stderr
-
-
-def test_a_broken_collective_is_the_cause_of_the_error(tmp_path: Path) -> None:
-    """Where gloo notices first, RankFailedError is raised, chained to what gloo said."""
-    ended = run(raise_at_once, tmp_path, "tcp")
-    for end in ended[:2] + ended[3:]:
-        assert end.status == 1
-        assert re.search(r"RuntimeError: .*\n(.*\n)*The above exception was the direct", end.stderr)
-        assert "autopar.errors.RankFailedError: rank 2 failed: ValueError: boom" in end.stderr
 
 
 def raise_at_once(rank: int, folder: Path) -> None:
@@ -204,6 +217,16 @@ def raise_at_once(rank: int, folder: Path) -> None:
         if rank == 2:
             boom(folder)
         meet()
+
+
+@pytest.mark.parametrize(("play", "store"), [(raise_at_once, "tcp")])
+def test_a_broken_collective_is_the_cause_of_the_error(play: Play, store: str, played: Any) -> None:
+    """Where gloo notices first, RankFailedError is raised, chained to what gloo said."""
+    ended, _ = played[play, store]
+    for end in ended[:2] + ended[3:]:
+        assert end.status == 1
+        assert re.search(r"RuntimeError: .*\n(.*\n)*The above exception was the direct", end.stderr)
+        assert "autopar.errors.RankFailedError: rank 2 failed: ValueError: boom" in end.stderr
 
 
 def succeed(rank: int, folder: Path) -> None:
@@ -233,13 +256,14 @@ def succeed(rank: int, folder: Path) -> None:
     (folder / f"{rank}.done").touch()
 
 
+@pytest.mark.parametrize("play", [succeed])
 @pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.slow), "tcp"])
-def test_nobody_fails(store: str, tmp_path: Path) -> None:
-    ended = run(succeed, tmp_path, store)
+def test_nobody_fails(play: Play, store: str, played: Any) -> None:
+    ended, folder = played[play, store]
     for rank, end in enumerate(ended):
         assert end.status == 0, end.stderr
         assert "rank" not in end.stderr
-        assert (tmp_path / f"{rank}.done").exists()
+        assert (folder / f"{rank}.done").exists()
 
 
 AT_THE_END = """
@@ -277,7 +301,7 @@ Finalize(None, lambda: print(thread.is_alive()), exitpriority=0)  # runs after t
 """
 
 
-@pytest.mark.parametrize("last", ["", "del watch"])
+@pytest.mark.parametrize("last", [pytest.param("", marks=pytest.mark.slow), "del watch"])
 def test_the_thread_ends_before_the_program(last: str) -> None:
     """A thread that returns from C++ after the interpreter has ended aborts the process."""
     done = subprocess.run(
