@@ -76,6 +76,7 @@ PRIVATE_TORCH = {
     "autopar.capture.decompose": _TRACES,
     "autopar.capture.joint": _TRACES,
     "autopar.capture.lowering": "names the type of torch's operators",
+    "autopar.capture.watch": "asks whether torch.func transforms a call",
     "autopar.operators.sharded_operators": "asserts on the device; torch has no public function",
     "autopar.operators.assume": _TRACES,
     "autopar.operators.interpret": _TRACES,
