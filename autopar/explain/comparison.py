@@ -24,7 +24,7 @@ _NAMES = {
     "update_seconds": "  optimizer",
     "waiting_seconds": "  waiting for the host",
     "hidden_seconds": "  less what overlaps with kernels",
-    "bubble": "idle part of a pipeline",
+    "bubble": "bubble",
     "peak_bytes": "memory a device",
     "parameter_bytes": "  parameters and their state",
     "activation_bytes": "  activations",
