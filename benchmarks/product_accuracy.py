@@ -4,7 +4,8 @@ Rows of benchmarks/published.json, with the options of benchmarks/published/prod
 on an accelerator. Writes results/product_accuracy.csv. A system takes two to six minutes;
 `--only SYSTEM` replaces its rows. To "fitted" rows a figure of the device was fitted
 (devices.toml): step_efficiency of A100 to Megatron's, of H100 to Megatron-Core's, of H100-96 to
-torchtitan's two of 8 devices in bf16, of MI300X to torchao's in bf16, of V100 to Alpa's GPT.
+torchtitan's two of 8 devices in bf16, of MI300X to torchao's in bf16, of V100 to Alpa's GPT. From
+the row of Wide-ResNet on two axes, the split of its plan was inferred.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def wide_resnet_rows() -> Iterator[Row]:
         if not row["oom"] and (run.method != "heuristic" or run.gpus == 1):
             case = f"C{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
             plan = product.wide_resnet_plan(run)
-            yield from _ablation("wide-resnet", case, row, "predicted", plan)
+            kind = "fitted" if run.logical[1] > 1 else "predicted"
+            yield from _ablation("wide-resnet", case, row, kind, plan)
 
 
 def mixture_rows() -> Iterator[Row]:

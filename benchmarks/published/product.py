@@ -189,14 +189,29 @@ def mixture_plan(run: alpa.Run, experts: int) -> Plan:
     )  # fmt: skip
 
 
+def _channels(context: pins.PinContext) -> dict[str, str]:
+    """Pins that split every convolution's channels along "tp", but for the stem's three."""
+    shapes = {context.key(node): node.type.shape for node in context.parameters()}
+    return {
+        name: f"not [{', '.join(map(str, shape))}] along tp"
+        for name, shape in shapes.items()
+        if len(shape) == 4 and shape[1] > 3
+    }
+
+
 def _ablation(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], run: alpa.Run, **options: Any
 ) -> Plan:
-    """The plan of a row of Alpa's: what it searched for is searched for, but for a GPT's rows."""
+    """The plan of a row of Alpa's: on one axis what it searched for is searched for, but for a GPT.
+
+    On two axes, its plans are taken to split the batch along the first, and layers or channels
+    along the second.
+    """
     data, tensor = run.logical
     given: list[pins.PinFunction] = [pins.data_parallel("dp")] if data > 1 else []
-    given += [pins.megatron("tp")] if tensor > 1 else []
-    free = run.method == "auto_sharding" and not isinstance(model, GPT)
+    if tensor > 1:
+        given.append(_channels if isinstance(model, WideResNet) else pins.megatron("tp"))
+    free = run.method == "auto_sharding" and tensor == 1 and not isinstance(model, GPT)
     return autopar.plan(
         model,
         _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
