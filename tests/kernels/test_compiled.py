@@ -100,14 +100,22 @@ def within_budgets(operator: Operator, size: int, capability: int) -> None:
     assert issued / moved <= SHARE[capability] * ISSUED[capability]
 
 
-@pytest.mark.parametrize("case", [case for case in every() if case[2] == QUICK], ids=named)
-def test_every_row_of_the_table_for_one_generation(case: tuple[Operator, int, int]) -> None:
+# Of each kernel the row of the largest size, which needs most.
+LARGEST = [(operator, max(sizes(operator.table, QUICK)), QUICK) for operator in FULLEST]
+
+
+@pytest.mark.parametrize("case", LARGEST, ids=named)
+def test_the_largest_row_of_every_kernel_for_one_generation(
+    case: tuple[Operator, int, int],
+) -> None:
     within_budgets(*case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in every() if case[2] != QUICK], ids=named)
-def test_every_row_of_the_table_for_others(case: tuple[Operator, int, int]) -> None:
+@pytest.mark.parametrize("case", [case for case in every() if case not in LARGEST], ids=named)
+def test_every_other_row_of_the_table_for_three_generations(
+    case: tuple[Operator, int, int],
+) -> None:
     within_budgets(*case)
 
 
