@@ -98,8 +98,13 @@ def modules() -> dict[str, tuple[Path, ast.Module]]:
     return made
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+@cache
+def functions() -> tuple[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef], ...]:
     """All functions, named "module:function" or "module:Class.method"."""
+    return tuple(_functions())
+
+
+def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for module, (_, tree) in modules().items():
         owners = {
             child: f"{owner.name}."

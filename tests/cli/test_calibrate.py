@@ -23,7 +23,7 @@ from tests.support.models import mlp, squared_error
 from tests.support.ranks import run_ranks
 
 PAIR = Mesh.parse("cpu: gpu=2")
-TINY = Settings(("f32",), (8, 32), (256, 4096), (8, 16), (256, 4096), 5, 2, 0.002, ("bf16",))
+TINY = Settings(("f32",), (8, 32), (256, 4096), (8, 16), (256, 4096), 2, 1, 0.0005, ("bf16",))
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.oracle import judge
 
-QUICK, ALL, TOGETHER = 5, 1000, 99
+QUICK, ALL, TOGETHER = 3, 1000, 99
 
 
 def check(seeds: range) -> None:

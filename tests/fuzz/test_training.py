@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.settings import Settings
 from tests.fuzz.training import REFUSED, judge
 
-QUICK, ALL, TOGETHER = 2, 602, 50
+QUICK, ALL, TOGETHER = 1, 602, 50
 WORDS = {"blocks": 2, "attention": False, "norm": "rms", "dropout": 0.0, "tied": True, "frozen": "",
          "loss": "mean"}  # fmt: skip
 # What once was wrong.

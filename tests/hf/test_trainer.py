@@ -134,6 +134,7 @@ def of_lengths(kind: type, folder: Path, batch: int, rows: int = 20) -> transfor
         args=arguments(
             folder,
             batch,
+            max_steps=3,  # the second of which ends an epoch
             save_strategy="no",
             optim="rmsprop",
             train_sampling_strategy="sequential",

@@ -47,7 +47,13 @@ def plan_of(graph: Graph, built: Built, choice: tuple[int, ...], mesh: Mesh = ME
     return StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "llama")))
+        for name in MODELS
+    ],
+)
 def test_every_plan_of_the_solver_is_legal(name: str) -> None:
     graph, built, plan = planned(name)
     legal.check(graph, plan, rules())

@@ -220,7 +220,14 @@ def prepared(name: str, training: bool = True) -> Graph:
     return prepare(capture(model.train(training), kwargs=batch).graph)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "conv_net"])
+# Every operator is proved on its examples; whole models show that their nodes are like these.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "conv_net")))
+        for name in (*MODELS, "conv_net")
+    ],
+)
 def test_every_node_of_a_model_is_proved(name: str) -> None:
     graph = prepared(name)
     seen = set()

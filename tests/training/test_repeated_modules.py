@@ -106,7 +106,6 @@ def sharded(name: str, mesh: str) -> list[Tensor]:
 Case = tuple[str, str]
 QUICK: list[Case] = [
     ("convnext", MESHES[1]),
-    ("universal", MESHES[0]),
     ("shared inside blocks", MESHES[1]),
 ]
 OTHERS = [(name, mesh) for name in MODELS for mesh in MESHES if (name, mesh) not in QUICK]

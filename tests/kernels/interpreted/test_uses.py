@@ -25,6 +25,8 @@ from tests.support.ranks import run_ranks
 ours = torch.ops.autopar_kernels
 ALL = operators()
 T, K, V, P = 6, 20, 90, 2
+# Forks of this process, without the imports of captures that one rank would make for all.
+ALONE: dict[str, Any] = {"count": P, "start": "fork", "captures": True}
 
 
 def test_gradients_pass_through_a_kernel() -> None:
@@ -152,7 +154,7 @@ def test_cross_entropy_on_two_ranks() -> None:
     draw = Draw(torch.float32)
     x, weight, target = draw.normal(T, K), draw.normal(V, K), draw.integers(V, T)
     target[2] = -100
-    made = run_ranks(losses_and_gradients, x, weight, target, count=P, start="fork")
+    made = run_ranks(losses_and_gradients, x, weight, target, **ALONE)
     wide = [t.double().requires_grad_() for t in (x, weight)]
     logits = wide[0] @ wide[1].T
     judged = F.cross_entropy(logits, target, reduction="none")
@@ -192,7 +194,7 @@ def test_rotary_and_ulysses_on_two_ranks() -> None:
     q, k, v = draw.normal(2, 10, 4, 16), draw.normal(2, 10, 2, 16), draw.normal(2, 10, 2, 16)
     angle = draw.normal(10, 8, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
-    made = run_ranks(exchanged, q, k, v, cos, sin, count=P, start="fork")
+    made = run_ranks(exchanged, q, k, v, cos, sin, **ALONE)
     c, s = (torch.cat([t.double()] * 2, 1)[:, None] for t in (cos, sin))
 
     def turned(x: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ def test_rotary_and_ulysses_on_two_ranks() -> None:
         assert error(arrived, heads.transpose(0, 1)) < 2e-3  # rounded to bf16 once
         for found, wanted in zip(back, (q, k, v), strict=True):
             assert error(found, wanted[:, rank * 5 : rank * 5 + 5]) < 4e-3
-    alone = run_ranks(exchanged_in_a_program, q, cos, sin, count=P, start="fork")
+    alone = run_ranks(exchanged_in_a_program, q, cos, sin, **ALONE)
     for rank, (arrived, gradient) in enumerate(alone):
         assert error(arrived, whole[0].chunk(P, 2)[rank]) < 2e-3
         # A rotation leaves squares as they are.

@@ -161,11 +161,25 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_who_comes_next(
     program.load_checkpoint(path)
 
 
-SCRIPT = """
+PROGRAM = """
 from tests.runtime.checkpoint.test_failed_saves import full, small, storage
 program = small()
 storage.save_file = full
 saving = program.save_checkpoint({path!r}, asynchronous=True)
+"""
+# The handle of such a save, without the program, whose compiler takes seconds to import.
+HANDLE = """
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint.saving import Saving
+
+def write():
+    raise CheckpointError("lost cannot be written")
+
+saving = Saving(Path({path!r}), ThreadPoolExecutor(1).submit(write), None)
+"""
+END = """
 if {asked}:
     try:
         saving.result()
@@ -175,9 +189,19 @@ print("the end of the run")
 """
 
 
-@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_failure_that_nobody_ever_asks_for_is_the_last_word(asked: bool, tmp_path: Path) -> None:
-    script = SCRIPT.format(path=str(tmp_path / "lost"), asked=asked)
+@pytest.mark.parametrize(
+    ("begin", "asked"),
+    [
+        pytest.param(PROGRAM, False, marks=pytest.mark.slow),
+        pytest.param(PROGRAM, True, marks=pytest.mark.slow),
+        (HANDLE, False),
+    ],
+    ids=["program", "program, asked", "handle"],
+)
+def test_a_failure_that_nobody_ever_asks_for_is_the_last_word(
+    begin: str, asked: bool, tmp_path: Path
+) -> None:
+    script = (begin + END).format(path=str(tmp_path / "lost"), asked=asked)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=600
     )
