@@ -98,9 +98,11 @@ def test_figures_of_both_plans_stand_side_by_side() -> None:
     assert found["bubble"] == Figure("bubble", 0.0, 0.0)
     shown = text(difference(plan(before), plan(after)))
     assert "-25.0%" in shown
-    assert "host seconds" in shown
-    assert "bubble" not in shown
-    assert "25.0%" in text(difference(plan(Prediction(bubble=0.25)), plan()))
+    assert "copies to and from the host" in shown
+    assert "idle in the pipeline" not in shown
+    idle = text(difference(plan(Prediction(bubble=0.25)), plan()))
+    assert "idle in the pipeline" in idle
+    assert "25.0%" in idle
 
 
 def test_rounding_is_no_change() -> None:
