@@ -114,7 +114,8 @@ def why_not(
 ) -> None:
     """Show what it costs to keep NAME in LAYOUT, written as a pin.
 
-    The model is planned again under the plan's own pins and this one; NAME is as for `why`.
+    The model is planned again under the plan's own pins and this one; NAME is as for `why`. A form,
+    "by ring", replaces the form that the plan's own pins give.
 
     \b
     autopar why-not plan.toml lm_head.weight "[50257@gpu, 768]"
@@ -235,7 +236,9 @@ def _print_difference(plan: StagePlan, answer: Alternative, everything: bool) ->
     gain = -answer.figure("step_seconds")[1]
     if gain > 0 and not answer.missing:
         why = "the plan was edited, or made with other prices or less memory (--memory)."
-        if gain <= plan.solver.gap * plan.predicted.step_seconds:
+        if answer.unpinned:
+            why = "the plan's own pins give another form."
+        elif gain <= plan.solver.gap * plan.predicted.step_seconds:
             why = f"the search for the plan ended within {plan.solver.gap:.1%} of the optimum."
         print_out(Text(f"It is faster than the plan: {why}", style="yellow"))
     print_out(Text(f"solved in {answer.seconds:.2f} s", style="dim"))

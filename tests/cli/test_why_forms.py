@@ -63,8 +63,7 @@ def test_every_form_has_its_price_or_what_it_needs(tmp_path: Path) -> None:
     for name, answer in priced.items():
         options = Options(pins={f"%{decision['node']}": f"by {name}"})
         again = make_plan(graph, Mesh.parse(MESH), options, Trace(None))
-        figures = {figure["name"]: figure["after"] for figure in answer["difference"]["figures"]}
-        assert figures["step_seconds"] == pytest.approx(again.predicted.step_seconds, rel=1e-9)
+        assert step(answer) == pytest.approx(again.predicted.step_seconds, rel=1e-9)
     # Under a causal mask, the last of n devices computes 2 - 1 / n of an equal share.
     busiest = {name: answer["busiest"] for name, answer in priced.items()}
     assert chosen == "ulysses"
@@ -76,3 +75,17 @@ def test_every_form_has_its_price_or_what_it_needs(tmp_path: Path) -> None:
     assert "1.50 ×" in text
     text = run("why-not", plan, "heads", "by gathered", "--model", model).stdout
     assert "does 1.50 × an equal share of this operator's work, instead of 1.00 ×" in text
+    pinned = tmp_path / "pinned.toml"
+    run("plan", model, "--mesh", MESH, "--form", "heads=ring", "-o", pinned)
+    (other,) = json.loads(run("why", pinned, "%scaled*", "--model", model, "--json").stdout)
+    steps = {name: step(answer) for name, answer in priced.items() if name != "ring"}
+    assert {name: step(other["forms"][name]) for name in steps} == pytest.approx(steps)
+    assert set(other["forms"]) == names - {"ring"}
+    text = run("why-not", pinned, "heads", "by gathered", "--model", model).stdout
+    assert "It is faster than the plan: the plan's own pins give another form." in text
+
+
+def step(answer: dict[str, Any]) -> float:
+    """Returns the predicted seconds of a step with a form."""
+    figures = {figure["name"]: figure["after"] for figure in answer["difference"]["figures"]}
+    return float(figures["step_seconds"])

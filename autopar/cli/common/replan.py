@@ -20,7 +20,7 @@ from autopar.cli.explain import explained
 from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
 from autopar.intra_op.node_choices import operand_types, whole_options
-from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
+from autopar.intra_op.pins.layout_pins import Pin, Pins, joined, parts
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.rule_table import table
@@ -65,12 +65,15 @@ class Case:
     repeated: Repeated | None
     known: Prices
 
-    def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[StagePlan, float]:
+    def again(
+        self, pins: dict[str, str], limit: float | None = None, formed: Collection[str] = ()
+    ) -> tuple[StagePlan, float]:
         """Plans the model under the plan's own pins and additional ones.
 
         Args:
             pins: the additional pins.
             limit: memory of a device in bytes, in place of the case's.
+            formed: nodes to which the additional pins give another form than the plan's own pins.
 
         Returns:
             The best plan, and the seconds that planning took.
@@ -80,7 +83,7 @@ class Case:
             InfeasibleError: no plan under the pins fits in memory.
         """
         began = time.perf_counter()
-        all_pins = joined([self.plan.pins, pins])
+        all_pins = joined([self.pins_without_forms(formed), pins])
         memory = self.limit if limit is None else limit
         options = Options.like(
             self.plan, memory=memory, pins=all_pins, table=self.rules,
@@ -91,8 +94,27 @@ class Case:
 
     def pins(self, node: str) -> dict[str, str]:
         """Returns the plan's own pins on a decision."""
-        names = Pins(self.graph, {}).names[node]
-        return {key: text for key, text in self.plan.pins.items() if _names(key, names)}
+        pins, own = Pins(self.graph, {}), self.plan.pins
+        return {
+            key: text
+            for key, text in own.items()
+            if any(pins.speaks(key, Pin.parse(part), self.graph[node]) for part in parts(text))
+        }
+
+    def pins_without_forms(self, nodes: Collection[str]) -> dict[str, str]:
+        """Returns the plan's own pins, but those of forms only on other nodes than the given."""
+        if not nodes:
+            return self.plan.pins
+        pins, kept = Pins(self.graph, {}), list[dict[str, str]]()
+        for key, text in self.plan.pins.items():
+            for part in parts(text):
+                pin = Pin.parse(part)
+                named = [n.name for n in self.graph.folded if pins.speaks(key, pin, n)]
+                if pin.anywhere and not set(named).isdisjoint(nodes):
+                    kept += [{f"%{name}": part} for name in named if name not in nodes]
+                else:
+                    kept.append({key: part})
+        return joined(kept)
 
     def compared(self, other: StagePlan, nodes: Collection[str]) -> Difference:
         """Returns the difference to another plan, without its pins and its changes at `nodes`."""
@@ -114,6 +136,7 @@ class Alternative:
         missing: why there is no plan, or why it does not fit; "" if it fits.
         excess: bytes by which it exceeds the limit.
         busiest: work of the busiest device on the decision's operator, see `busiest_share`.
+        unpinned: whether it leaves out a form that the plan's own pins give.
     """
 
     layouts: str
@@ -122,6 +145,7 @@ class Alternative:
     missing: str = ""
     excess: float = 0.0
     busiest: float = 0.0
+    unpinned: bool = False
 
     def figure(self, name: str) -> tuple[float, float]:
         """Returns a predicted figure, and its change from the plan in question."""
@@ -256,14 +280,15 @@ def with_forms(case: Case, name: str) -> list[str]:
 def by_form(case: Case, node: str) -> dict[str, Alternative]:
     """Returns the best plan with each form of an operator that the plan has not, or why not."""
     chosen = decisions(case.plan, case.graph)[node].layout.partition(" by ")[2] or PLAIN
-    answers = {}
+    types, answers = operand_types(case.graph, case.graph[node]), {}
+    forms = {s.form for s, _ in form_strategies(case.graph[node], types, case.plan.mesh)}
     for name, needs in {PLAIN: "", **_needs(case.graph[node].op)}.items():
         if name == chosen:
             continue
         try:
             answers[name] = instead(case, [node], {f"%{node}": f"by {name}"})
         except PinError as error:
-            why = f"it needs {needs}" if needs else error.why
+            why = error.why if name in {PLAIN, *forms} else f"it needs {needs}"
             answers[name] = Alternative("", None, 0.0, f"It does not apply: {why}.")
     return answers
 
@@ -293,22 +318,25 @@ def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Alternative:
     Args:
         case: the plan in question.
         nodes: the decisions that are pinned.
-        pins: the additional pins.
+        pins: the additional pins; a form replaces the one that the plan's own pins give.
 
     Raises:
         PinError: the pins cannot be satisfied; names the contradiction.
     """
     missing, excess = "", 0.0
+    formed = nodes if any(Pin.parse(p).form for text in pins.values() for p in parts(text)) else ()
     try:
-        plan, seconds = case.again(pins)
+        plan, seconds = case.again(pins, formed=formed)
     except InfeasibleError as error:
-        plan, seconds = case.again(pins, math.inf)
+        plan, seconds = case.again(pins, math.inf, formed)
         excess = max(plan.predicted.peak_bytes - case.limit, 0.0)
         missing = f"{error.what}: {error.why}" if error.why else error.what
     new = decisions(plan, case.graph)
     layouts = "; ".join(dict.fromkeys(new[node].layout for node in nodes))
     busiest = max(busiest_share(case, plan, node) for node in nodes)
-    return Alternative(layouts, case.compared(plan, nodes), seconds, missing, excess, busiest)
+    unpinned = joined([case.pins_without_forms(formed)]) != joined([case.plan.pins])
+    compared = case.compared(plan, nodes)
+    return Alternative(layouts, compared, seconds, missing, excess, busiest, unpinned)
 
 
 def busiest_share(case: Case, plan: StagePlan, name: str) -> float:
