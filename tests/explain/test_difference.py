@@ -99,9 +99,9 @@ def test_figures_of_both_plans_stand_side_by_side() -> None:
     shown = text(difference(plan(before), plan(after)))
     assert "-25.0%" in shown
     assert "copies to and from the host" in shown
-    assert "idle part of a pipeline" not in shown
+    assert "bubble" not in shown
     idle = text(difference(plan(Prediction(bubble=0.25)), plan()))
-    assert "idle part of a pipeline" in idle
+    assert "bubble" in idle
     assert "25.0%" in idle
 
 
