@@ -8,7 +8,8 @@ alike are as one axis of their product, so every plan of a mesh of two axes rema
 to merge the axes into two. An operator may have one run more if the first two split its rows, as
 data and context parallelism do beside tensor parallelism. The number of choices then grows as the
 square of the number of axes at most. From `MANY` axes on, the same holds for forms of operators,
-such as products on a cube of devices, and for the states of parameters between steps.
+such as products on a cube of devices, and for the states of parameters between steps. Where no plan
+fits into memory on `SEVERAL` axes, all choices are searched.
 
 All prices are those of the whole mesh. A node with a pin keeps all its
 choices, and so does a parameter that it reads.
@@ -30,6 +31,11 @@ RUNS = 2
 def most_runs(mesh: Mesh) -> int | None:
     """Returns the number of runs into which a choice may divide the axes; None for any number."""
     return RUNS if len(_names(mesh)) >= SEVERAL else None
+
+
+def can_be_complete(mesh: Mesh) -> bool:
+    """Returns whether all choices are few enough to be searched if nothing fits without them."""
+    return len(_names(mesh)) == SEVERAL
 
 
 def on_many(most: int | None, mesh: Mesh) -> int | None:

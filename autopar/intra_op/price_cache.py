@@ -50,13 +50,14 @@ class Prices:
     Args:
         mesh: the devices.
         model: prices, in seconds.
+        complete: whether to return all choices also on many axes, see `axis_runs.py`.
     """
 
-    def __init__(self, mesh: Mesh, model: CostModel) -> None:
+    def __init__(self, mesh: Mesh, model: CostModel, complete: bool = False) -> None:
         self.mesh, self.model = mesh, Checked(model)
         self.compute = self.model.compute
         self.collective = Reshardings(mesh, self.model.collective)
-        self._runs = most_runs(mesh)
+        self._runs = None if complete else most_runs(mesh)
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
         self._allocated: dict[tuple[Hashable, OperandFacts, bool, int], Rows] = {}

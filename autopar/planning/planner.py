@@ -16,6 +16,7 @@ from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.assumptions import Assumptions
+from autopar.intra_op.axis_runs import can_be_complete
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
@@ -86,12 +87,24 @@ def make_plan(
             `autopar.pins` does not apply.
     """
 
-    def planned(options: Options, devices: Mesh) -> StagePlan:
-        shared = known if devices == mesh else None
-        planner = Planner(graph, devices, options, trace, repeated, shared)
+    def planned(options: Options, devices: Mesh, known: Prices | None = None) -> StagePlan:
+        planner = Planner(graph, devices, options, trace, repeated, known)
         return planner.plan(limit_of(devices, options))
 
-    plan = planned(options, mesh) if repeated else with_remedies(planned, options, mesh)
+    def within_memory(given: Options, devices: Mesh) -> StagePlan:
+        if (given, devices) != (options, mesh):
+            return planned(given, devices)
+        try:
+            return planned(options, mesh, known)
+        except InfeasibleError:
+            if not can_be_complete(mesh):
+                raise
+            return planned(options, mesh, Prices(mesh, cost_model(mesh, options), complete=True))
+
+    if repeated:
+        plan = planned(options, mesh, known)
+    else:
+        plan = with_remedies(within_memory, options, mesh)
     trace("plan.toml", lambda: str(Plan.of(plan)))
     return plan
 

@@ -131,7 +131,7 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
         if plan.peak <= limit:
             return plan.plan
         allowed = min(allowed, plan.counted) - (plan.peak - limit)
-    smallest = _smallest(planned, least, plan)
+    smallest = _smallest(planned, least, plan, limit)
     if smallest.peak <= limit:
         return smallest.plan
     none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
@@ -144,19 +144,25 @@ def least_bytes(problem: Problem) -> float:
     return sum(held.values())
 
 
-def _smallest(planned: Planned, least: float, before: Fitted | None) -> Fitted:
+def _smallest(planned: Planned, least: float, before: Fitted | None, limit: float) -> Fitted:
     """Returns a plan of little more than the least memory, or an earlier plan if that is smaller.
+
+    Less memory by the problem may need larger buffers of resharding, so that further limits are
+    tried until a plan fits; unless the least memory exceeds the limit already.
 
     Raises:
         InfeasibleError: the pins admit no plan at all.
     """
+    smallest = before
     for slack in SLACKS:
         try:
             plan = planned(slack * least, before)
         except InfeasibleError:
             continue
-        return min(plan, before or plan, key=lambda each: each.peak)
-    return before or planned(math.inf, None)
+        smallest = min(plan, smallest or plan, key=lambda each: each.peak)
+        if smallest.peak <= limit or limit < least:
+            break
+    return smallest or planned(math.inf, None)
 
 
 def solve_by_work(problem: Problem, solver: str, work: float, **options: Any) -> Solution:

@@ -6,10 +6,24 @@ import math
 import re
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InfeasibleError, OptionError
+from autopar.planning import planner
 from tests.support.refusals import planned, refused
+
+
+class Perceptron(nn.Module):
+    """A residual perceptron, whose plans on three axes differ most in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.out(torch.relu(self.into(x)))).square().mean()
 
 
 def quantity(text: str) -> float:
@@ -51,3 +65,19 @@ def test_no_memory_at_all_is_too_little() -> None:
 @pytest.mark.parametrize("memory", [math.nan, -1.0])
 def test_memory_that_is_no_size_is_refused(memory: float) -> None:
     assert str(memory) in refused(OptionError, lambda: planned(memory=memory)).what
+
+
+def test_on_three_axes_all_choices_are_searched_before_anything_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan() -> autopar.Plan:
+        return autopar.plan(
+            Perceptron(), "H100: d=2, r=4, c=4", example_inputs={"x": torch.empty(128, 256)},
+            memory=650_000.0,
+        )  # fmt: skip
+
+    assert plan().predicted.peak_bytes <= 650_000
+    monkeypatch.setattr(planner, "can_be_complete", lambda mesh: False)
+    monkeypatch.setattr(planner, "with_remedies", lambda planned, *given: planned(*given))
+    with pytest.raises(InfeasibleError):
+        plan()
