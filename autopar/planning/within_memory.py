@@ -119,9 +119,13 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
     _, held = frugal(problem.nodes)
     allowed, least = max(limit, 0.0), sum(held.values())
     plan: Fitted | None = None
+    halved = False
     for _ in range(TRIES):
         if allowed < least:
-            break
+            if plan is None or halved:
+                break
+            # Other choices have smaller buffers: one more plan, halfway to the least memory.
+            allowed, halved = (least + plan.counted) / 2, True
         try:
             plan = planned(allowed, plan)
         except InfeasibleError:

@@ -54,8 +54,9 @@ def test_the_smallest_plan_is_the_last_to_be_tried() -> None:
     maker = Maker(lambda counted: 0.0 if counted < 32 else 60.0)
     made = fitting(maker, PROBLEM, 80.0, True)
     assert made.predicted.peak_bytes == pytest.approx(1.02 * LEAST)
-    assert maker.asked[0] == (80.0, None)
-    assert maker.asked[-1] == (pytest.approx(1.02 * LEAST), 80.0)
+    halfway = (80.0 + LEAST) / 2
+    assert maker.asked[:2] == [(80.0, None), (halfway, 80.0)]
+    assert maker.asked[-1] == (pytest.approx(1.02 * LEAST), halfway)
 
 
 def test_a_refusal_names_the_smallest_that_was_found() -> None:
