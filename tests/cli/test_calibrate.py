@@ -28,7 +28,7 @@ KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 
 def on_ranks(mesh: str, settings: Settings) -> Calibration:
-    """What one rank gets."""
+    """Returns what one rank gets."""
     seen: list[int] = []
 
     def progress(name: str, number: int, total: int) -> None:

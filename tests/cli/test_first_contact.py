@@ -1,4 +1,4 @@
-"""What a newcomer meets first: imports, help and versions, without torch, a home or a cache."""
+"""First contact: imports, help and versions, without torch, a home or a cache."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def plan(pins: dict[str, str]) -> tuple[dict[str, NodePlan], float]:
 
 
 def used(made: dict[str, NodePlan], pattern: str) -> list[NodePlan]:
-    """What the plan says of the shares of the parameters whose names fit a pattern."""
+    """Returns the plan's entries for shares of parameters whose names fit a pattern."""
     fitting = {leaf.name for leaf in graph().leaves("param") if fnmatchcase(leaf.target, pattern)}
     shares = [n for n in graph().folded if n.op == "autopar.share" and n.inputs[0] in fitting]
     assert shares

@@ -69,7 +69,7 @@ def executed(kernel: Compiled, trips: float) -> float:
 
 
 def trips(operator: Operator, args: tuple[object, ...], kernel: Compiled) -> float:
-    """How often a program's loop goes round; 1 where it has none."""
+    """Returns the number of rounds of a program's loop; 1 where it has none."""
     if not kernel.loop:
         return 1
     first = next(t for t in operator.operands(args).values() if t is not None)

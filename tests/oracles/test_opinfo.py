@@ -84,7 +84,7 @@ def test_operators_that_got_a_rule_are_not_excused(opinfo: ModuleType) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_sample_of_any_operator_fails(opinfo: ModuleType, part: int) -> None:
-    """What is not judged has one of the known reasons; the benchmark `operators` tabulates all."""
+    """Every operator left out has a known reason; the benchmark `operators` tabulates all."""
     known = {reason for _, reason in opinfo.REASONS}
     for name in sorted(opinfo.operators())[part::PARTS]:
         verdict = opinfo.judge(opinfo.operators()[name])

@@ -100,7 +100,7 @@ def test_a_kernel_reads_and_writes_what_crosses_its_border_once() -> None:
 
 
 def test_a_library_runs_contractions_and_selections_of_a_compiled_model() -> None:
-    """By hand: a product of two operands by einsum and a selection are kernels of their own."""
+    """Products of two operands by einsum and selections are kernels of their own, by hand."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

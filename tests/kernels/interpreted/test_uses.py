@@ -138,7 +138,7 @@ def gathered(stats: Tensor) -> Tensor:
 
 
 def losses_and_gradients(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, ...]:
-    """What one of two ranks finds with its half of the vocabulary."""
+    """Returns the results of one of two ranks with its half of the vocabulary."""
     own = weight.chunk(P)[dist.get_rank()].clone().requires_grad_()
     given = x.clone().requires_grad_()
     rest: dict[str, Any] = {"start": dist.get_rank() * V // P, "vocabulary": V, "z_loss": 1e-2}
@@ -169,7 +169,7 @@ def test_cross_entropy_on_two_ranks() -> None:
 
 
 def exchanged(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """What one rank has of all heads of its rows, given to the rank of those heads, and back."""
+    """Sends one rank's rows of all heads to the ranks of those heads, and back."""
     rows = slice(dist.get_rank() * 5, dist.get_rank() * 5 + 5)
     own = [t[:, rows] for t in (q, k, v)]
     packed = ours.rotary_pack(*own, cos[rows], sin[rows], P)
