@@ -18,7 +18,7 @@ from autopar.plan import Plan
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import facts
 from benchmarks.harness import write
-from benchmarks.published import alpa, megatron, megatron_core, product
+from benchmarks.published import alpa, megatron, megatron_bridge, megatron_core, product
 
 Row = dict[str, Any]
 # Devices whose step_efficiency was fitted to their rows in bf16, in the named table.
@@ -79,6 +79,16 @@ def megatron_golden_rows() -> Iterator[Row]:
         yield _row(*head, "s a step", "predicted", row["step_s"], plan.predicted.seconds, plan)
         memory = product.last_rank_bytes(run) / 2**30
         yield _row(*head, "GiB a device", "predicted", row["max_gib"], memory)
+
+
+def megatron_bridge_rows() -> Iterator[Row]:
+    """Megatron Bridge's Llama 3 in 8 bits on H100, B200 and GB200."""
+    for row in facts("megatron_bridge"):
+        run = megatron_bridge.Run.of(row)
+        case = f"{run.model} {run.gpus} {run.device} TP{run.tp} PP{run.pp} {run.precision} batch"
+        head = ("megatron-bridge", f"{case} {run.global_batch}", "tokens/s a device", "predicted")
+        plan, found = megatron_bridge.plan(run), megatron_bridge.tokens_per_second(run)
+        yield _row(*head, row["tokens_per_s_per_gpu"], found, plan)
 
 
 def torchtitan_rows() -> Iterator[Row]:
@@ -178,6 +188,7 @@ SYSTEMS: dict[str, Callable[[], Iterator[Row]]] = {
     "megatron": megatron_rows,
     "megatron-core": megatron_core_rows,
     "megatron-golden": megatron_golden_rows,
+    "megatron-bridge": megatron_bridge_rows,
     "torchtitan": torchtitan_rows,
     "torchao": torchao_rows,
     "alpa": alpa_rows,

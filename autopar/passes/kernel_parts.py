@@ -96,7 +96,8 @@ class _Kernels:
                 narrow = how.linears if inside else ""
                 # A compiler casts a value once for all its readers.
                 casts = bool(narrow) and (first or not how.compiled)
-                found[node.name] = Part(share=share, narrow=narrow, casts=casts)
+                kept = bool(narrow) and how.primary
+                found[node.name] = Part(share=share, narrow=narrow, casts=casts, primary=kept)
             elif base(node.op) == LOSS:
                 found[node.name] = Part(loss=how.loss)
             if how.convolutions and base(node.op) in CONVOLUTIONS:

@@ -159,20 +159,23 @@ def test_joined_linears_cost_what_one_linear_with_all_columns_does() -> None:
 
 
 def test_linears_in_8_bits_are_cast_once_or_by_rows_and_blocks_for_each_product() -> None:
-    for text, inputs, each in (
-        ("compiled=blocks linears=float8", 1, 5),
-        ("linears=float8-rows", 2, 5),
-        ("linears=mxfp8", 2, 3 + 1 / 32),  # a block of 32 is read once, and has a scale
+    for text, inputs, weights, each in (
+        ("compiled=blocks linears=float8", 1, 2, 5),
+        ("compiled=blocks linears=float8 primary", 1, 0, 5),  # weights are kept in 8 bits
+        ("linears=float8-rows", 2, 2, 5),
+        ("linears=mxfp8", 2, 2, 3 + 1 / 32),  # a block of 32 is read once, and has a scale
+        ("linears=mxfp8 primary", 2, 0, 3 + 1 / 32),
     ):
         graph = captured(Blocks(), text)
         made = works(graph)
         first = [n for n in graph.folded if n.part.narrow and n.type.shape[-1] == INNER]
         cast = sum(made[n.name].forward[0].nbytes for n in first)
-        assert cast == each * (inputs * ROWS * SIZE + 2 * SIZE * INNER)
+        assert cast == each * (inputs * ROWS * SIZE + weights * SIZE * INNER)
         assert all(work.dtype == "f8e4" for n in first for work in made[n.name].forward[1:])
         if inputs == 2:  # backwards all operands but one along their other dimension
             cast = sum(made[n.name].backward[0].nbytes for n in first)
-            assert cast == each * (inputs * ROWS * SIZE + 2 * SIZE * INNER + 2 * 2 * ROWS * INNER)
+            there = inputs * ROWS * SIZE + weights * SIZE * INNER
+            assert cast == each * (there + 2 * 2 * ROWS * INNER)
 
 
 def test_collectives_run_beside_linears_in_8_bits_only_where_the_execution_says_so() -> None:

@@ -5,7 +5,9 @@ See `autopar/passes/kernel_parts.py` for which parts there are. Products in 8 bi
 of 2, once for all its readers (torchao's dynamic tensorwise scaling). For "float8-rows" every
 product casts its operands along each of the two dimensions that are contracted with it. So it does
 for "mxfp8" (torchao/prototype/mx_formats/mx_linear.py), whose scales belong to 32 elements, so that
-an operand is read once: 3 bytes and a scale each (OCP Microscaling Formats, version 1.0).
+an operand is read once: 3 bytes and a scale each (OCP Microscaling Formats, version 1.0). Primary
+weights are kept in 8 bits, in both orders where the format needs them (TransformerEngine, "FP8
+primary weights"), and not cast.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def _narrow(local: Local, whole: NodeWork) -> NodeWork:
     part, (x, weight) = local.node.part, local.operands[:2]
     each, rows = _CAST[part.narrow], part.narrow != "float8"
     given = local.results[0].numel
-    there = (x.numel if rows or part.casts else 0) + weight.numel
+    there = (x.numel if rows or part.casts else 0) + (0 if part.primary else weight.numel)
     again = each * (given + there) if rows else 2.0 * given
 
     def narrow(work: Work) -> Work:

@@ -33,6 +33,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
                         all settings, programs run the first two of these alone
     joined              these, too, overlap with collectives under async_tensor_parallel, as
                         torch.compile joins them. Programs of autopar run them one after the other
+    primary             their weights are kept in 8 bits (TransformerEngine's primary weights), so
+                        that products cast activations and gradients alone
     deterministic       the backward of fused attention adds in a fixed order (cost/
                         attention_seconds.py)
     host=eager          the host issues kernels as so executed: a row of cost/tables/hosts.csv
@@ -52,7 +54,9 @@ LOSSES = ("steps", "inplace", "compiled")
 REDUCTIONS = ("steps",)
 CONVOLUTIONS = ("direct",)
 NARROW = ("float8", "float8-rows", "mxfp8")
-_FLAGS = ("merged", "waits", "together", "ahead", "adds", "copies", "joined", "deterministic")
+_FLAGS = (
+    "merged", "waits", "together", "ahead", "adds", "copies", "joined", "primary", "deterministic"
+)  # fmt: skip
 _NUMBERS = ("optimizer", "reserve")
 _KNOWN = {
     "compiled": REGIONS, "loss": LOSSES, "reductions": REDUCTIONS, "linears": NARROW,
@@ -78,6 +82,7 @@ class Execution:
         convolutions: "" or "direct".
         linears: "" or the 8-bit format of the linears of blocks.
         joined: whether these linears overlap with collectives.
+        primary: whether their weights are kept in 8 bits.
         deterministic: whether the backward of fused attention adds in a fixed order.
         host: a row of the table of hosts; "" if work is issued at once.
         optimizer: bytes for each parameter; 0 for those that the plan's update moves.
@@ -100,6 +105,7 @@ class Execution:
     convolutions: str = ""
     linears: str = ""
     joined: bool = False
+    primary: bool = False
     deterministic: bool = False
     host: str = ""
     optimizer: float = 0.0
@@ -185,6 +191,7 @@ class Part:
         share: the part of a joined product that is its own.
         narrow: the 8-bit format of its product.
         casts: whether its first operand is cast for it, rather than for an earlier reader.
+        primary: whether its weight is kept in that format, and not cast.
         sums: for a shared value, the number of gradients that are added; -1 for all readers.
         loss: how a cross entropy runs, as in `Execution`.
         rereads: whether it reads its operand again for each of its reductions.
@@ -198,6 +205,7 @@ class Part:
     share: float = 1.0
     narrow: str = ""
     casts: bool = False
+    primary: bool = False
     sums: int = -1
     loss: str = ""
     rereads: bool = False
