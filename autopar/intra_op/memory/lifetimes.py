@@ -160,12 +160,9 @@ class _Step:
 
     def _returns(self) -> dict[str, int]:
         """Returns for each operator the moment at which its function returns."""
-        return {
-            name: max(self.place[other] for other in block if other in self.place)
-            for repeat in self.graph.repeats
-            for block in repeat.iterations
-            for name in block
-        }
+        blocks = [block for repeat in self.graph.repeats for block in repeat.iterations]
+        ends = [max(self.place[name] for name in block if name in self.place) for block in blocks]
+        return {name: end for block, end in zip(blocks, ends, strict=True) for name in block}
 
     def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
