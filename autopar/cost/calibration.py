@@ -316,7 +316,8 @@ def _gemm(shape: str) -> Gemm:
     if match is None:
         why = 'it is written "1 x 64 x 64 x 64"'
         raise CalibrationError(f"cannot read the shape {shown(shape)}", why=why)
-    return Gemm(*map(int, match.groups()))
+    batch, m, n, k = map(int, match.groups())
+    return Gemm(batch, m, n, k, rows=0)
 
 
 def _numbers(time: Timing) -> list[float]:
