@@ -45,11 +45,11 @@ ALPA = "compiled=all merged waits together loss=compiled reductions=steps"
 # old value (2), and writes all but the gradient. Mixtures have Adafactor: means over rows, columns
 # and all read the gradient, one mean reads the master, and the update moves 14 bytes.
 GPT_UPDATE, MIXTURE_UPDATE = "optimizer=30", "optimizer=24"
-# Alpa scatters gradients along a dimension of the left operand that the product keeps
-# (GetReduceScatterOutput in its auto_sharding_util.cc). In a linear's weight, this is the first
-# dimension, which XLA sends as it is. In the weights of experts and convolutions it is the second,
-# which XLA brings to the front for a collective, and back behind it.
-SCATTERED = {"data_parallel": ""}
+# Alpa scatters the gradients of experts along the dimension behind theirs, and those of
+# convolutions along their input channels (GetReduceScatterOutput in its auto_sharding_util.cc).
+# Around scatters and gathers, XLA moves this dimension to the front in memory, and back
+# (AddBackendConstraints in gpu_layout_assignment.cc).
+SCATTERED = {"data_parallel": ""}  # what a method adds to the execution, if not copies
 # Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
 WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3, gathered again"}
