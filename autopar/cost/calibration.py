@@ -316,7 +316,7 @@ def _gemm(shape: str) -> Gemm:
     if match is None:
         why = 'it is written "1 x 64 x 64 x 64"'
         raise CalibrationError(f"cannot read the shape {shown(shape)}", why=why)
-    return Gemm(*map(int, match.groups()))
+    return Gemm(*map(int, (*match.groups(), 0)))  # rows of any length
 
 
 def _numbers(time: Timing) -> list[float]:

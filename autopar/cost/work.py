@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir.collective import Collective
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.ir.update import Products
@@ -47,7 +49,7 @@ def products_works(products: Products | None, own: TensorType) -> tuple[Work, ..
     dtype = products.dtype or own.dtype
     works = []
     for m, n, k in products.sizes(own.shape):
-        gemm = Gemm(1, m, n, k)
+        gemm = Gemm(1, m, n, k, rows=math.gcd(n, k))
         moved = float((m * k + k * n + m * n) * DTYPE_BYTES[dtype])
         works.append(Work("update_matmul", gemm.flops, moved, dtype, gemm))
     return tuple(works)

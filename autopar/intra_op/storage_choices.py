@@ -204,7 +204,7 @@ def stored_traffic(
     """
     own, sent = precision.updated(tensor, trained), precision.sent(tensor, trained)
     seconds = dict.fromkeys((*EACH, "reduce", OWNERS, "update"), 0.0)
-    copied = dict.fromkeys((*EACH, "reduce"), 0.0)
+    copied = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
     hops = storage.hops(tensor, mesh, 1, trained, precision)
     for hop in hops:
         if hop.when in copied:

@@ -21,7 +21,7 @@ class Gemm:
     m: int
     n: int
     k: int
-    rows: int = 0
+    rows: int
 
     @property
     def flops(self) -> float:

@@ -7,7 +7,6 @@ when it begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Hop, rows, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.buffers import Buffer, Recorder, Value
-from autopar.simulate.message_copies import copy_in
+from autopar.simulate.message_copies import arriving, copy_in, copy_out
 from autopar.simulate.parameter import Gather, Key, Used, Weight, one_call, path_key, titled
 from autopar.simulate.task import Cause
 
@@ -384,16 +383,14 @@ class Weights:
             ends = place == len(paths) - 1  # in the stored parameter
             for weight, hop in zip(weights, hops, strict=True):
                 whole, part = self._bytes(weight, hop.dst), self._bytes(weight, hop.src)
-                # Parts of rows, and several tensors of one call, are sent from a staging buffer and
-                # arrive in another. Rows arrive where they are stored, if they split evenly.
-                joined = bool(hop.dim) or len(hops) > 1
-                even = whole == part * math.prod(map(self.mesh.axis_size, call.axes))
-                arriving = (whole + part) * joined + whole * (not joined and ends and not even)
-                arriving += whole * (not ends)
+                staging = arriving(hop, whole, part, len(hops) == 1, ends, self.mesh)
                 # A master is cast, and the result of the previous hop is alive.
                 cast = self._own(weight) != weight.leaf.type
-                more = (cast or place > 0) * part + (0 if self.in_place else arriving)
+                more = (cast or place > 0) * part + (0 if self.in_place else staging)
                 self.recorder.scratch("communication", weight.name, more)
+        if self.copies:
+            held = [self._bytes(weight, weight.storage.held) for weight in weights]
+            copy_out(self.recorder, weights, held)
 
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
         """Returns the local bytes of a parameter in a layout, by default in its own dtype."""

@@ -1,7 +1,8 @@
-"""Wide-ResNet and the mixture of experts that Alpa trained (OSDI 2022, section 8.1 and table 7).
+"""The models that Alpa trained (OSDI 2022, section 8.1 and table 7).
 
-Sizes are those of its artifact (alpa/model/wide_resnet.py and moe.py, benchmark/alpa): the numbers
-of parameters are the published ones.
+Sizes and layers are those of its artifact (alpa/model/wide_resnet.py, bert_model.py and moe.py,
+benchmark/alpa): the numbers of parameters are the published ones. Its GPT is a BERT without a
+pooler, whose norms stand behind the sums.
 """
 
 from __future__ import annotations
@@ -77,12 +78,13 @@ class WideResNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class MixtureSizes:
-    """A transformer of which every other perceptron is a mixture of experts.
+class AlpaSizes:
+    """A transformer, of which every other perceptron may be a mixture of experts.
 
     Attributes:
-        hidden, heads, layers, vocab, seq: as of a GPT; perceptrons are 8 times wider.
-        experts: of a mixture, each of which takes 2 / experts of the places of a group.
+        hidden, heads, layers, vocab, seq: as of a GPT.
+        experts: of a mixture, each of which takes 2 / experts of the places of a group; 0 without.
+        width: how much wider perceptrons are inside.
         group: tokens that are dispatched together.
     """
 
@@ -91,16 +93,17 @@ class MixtureSizes:
     layers: int
     vocab: int
     seq: int
-    experts: int
+    experts: int = 0
+    width: int = 8
     group: int = 1024
 
 
 class Experts(nn.Module):
     """GShard's mixture: the first two experts of each token, by einsums over their places."""
 
-    def __init__(self, sizes: MixtureSizes) -> None:
+    def __init__(self, sizes: AlpaSizes) -> None:
         super().__init__()
-        h, inner = sizes.hidden, 8 * sizes.hidden
+        h, inner = sizes.hidden, sizes.width * sizes.hidden
         self.sizes, self.capacity = sizes, 2 * sizes.group // sizes.experts
         self.gate = nn.Linear(h, sizes.experts, bias=False)
         self.into = nn.Parameter(torch.empty(sizes.experts, h, inner))
@@ -133,16 +136,16 @@ class Experts(nn.Module):
         return torch.einsum("gs,gse,gsc->gsec", weight, mask.to(weight.dtype), places)
 
 
-class MixtureLayer(nn.Module):
+class AlpaLayer(nn.Module):
     """Attention, then experts or a perceptron, each with a norm behind its sum."""
 
-    def __init__(self, sizes: MixtureSizes, mixed: bool) -> None:
+    def __init__(self, sizes: AlpaSizes, mixed: bool) -> None:
         super().__init__()
-        h, self.heads = sizes.hidden, sizes.heads
+        h, inner, self.heads = sizes.hidden, sizes.width * sizes.hidden, sizes.heads
         self.query, self.key, self.value = nn.Linear(h, h), nn.Linear(h, h), nn.Linear(h, h)
         self.proj = nn.Linear(h, h)
         self.norm_1, self.norm_2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        plain = nn.Sequential(nn.Linear(h, 8 * h), nn.GELU(), nn.Linear(8 * h, h))
+        plain = nn.Sequential(nn.Linear(h, inner), nn.GELU(), nn.Linear(inner, h))
         self.inner: nn.Module = Experts(sizes) if mixed else plain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,15 +165,16 @@ class MixtureLayer(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, seq, hidden)
 
 
-class Mixture(nn.Module):
-    """Embeddings, pairs of a layer with experts and one without, logits by the word embedding."""
+class AlpaTransformer(nn.Module):
+    """Embeddings, layers, of which every other may have experts, logits by the word embedding."""
 
-    def __init__(self, sizes: MixtureSizes) -> None:
+    def __init__(self, sizes: AlpaSizes) -> None:
         super().__init__()
         self.words = DenseEmbedding(sizes.vocab, sizes.hidden)
-        self.positions = nn.Embedding(sizes.seq, sizes.hidden)
+        self.positions = DenseEmbedding(sizes.seq, sizes.hidden)
         self.norm = nn.LayerNorm(sizes.hidden)
-        self.layers = nn.ModuleList(MixtureLayer(sizes, n % 2 == 0) for n in range(sizes.layers))
+        mixed = [sizes.experts > 0 and n % 2 == 0 for n in range(sizes.layers)]
+        self.layers = nn.ModuleList(AlpaLayer(sizes, experts) for experts in mixed)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of predicting `labels` [batch, seq] from `tokens` [batch, seq]."""

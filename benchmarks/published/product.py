@@ -25,7 +25,7 @@ from autopar.planning.pipelines.simulated import simulated
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.trace import Trace
 from benchmarks.published import alpa, megatron, torchtitan
-from benchmarks.published.alpa_models import Mixture, MixtureSizes, WideResNet, WideSizes
+from benchmarks.published.alpa_models import AlpaSizes, AlpaTransformer, WideResNet, WideSizes
 from benchmarks.published.models import GPT, Llama, Sizes
 from benchmarks.published.torchtitan import SIZES
 
@@ -40,7 +40,16 @@ GOLDEN_ON = {"A100-80": f"{GOLDEN} deterministic", "H100": GOLDEN}
 # FSDP2's copies (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py); fused AdamW moves 28
 # bytes, and torchtitan clips gradients at every step, which moves 12: a norm and a product.
 TORCHTITAN = "copies optimizer=40 reserve=15%"
-ALPA = "compiled=all merged waits together loss=compiled reductions=steps optimizer=30"
+ALPA = "compiled=all merged waits together loss=compiled reductions=steps"
+# Of every parameter, AdamW reads the gradient (2 bytes), both moments, the master (4 each) and the
+# old value (2), and writes all but the gradient. Mixtures have Adafactor: means over rows, columns
+# and all read the gradient, one mean reads the master, and the update moves 14 bytes.
+GPT_UPDATE, MIXTURE_UPDATE = "optimizer=30", "optimizer=24"
+# Alpa scatters the gradients of experts along the dimension behind theirs, and those of
+# convolutions along their input channels (GetReduceScatterOutput in its auto_sharding_util.cc).
+# Around scatters and gathers, XLA moves this dimension to the front in memory, and back
+# (AddBackendConstraints in gpu_layout_assignment.cc).
+SCATTERED = {"data_parallel": ""}  # what a method adds to the execution, if not copies
 # Its benchmark turns XLA's auto-tuning of convolutions off (benchmark/alpa/benchmark_one_case.py).
 WIDE_RESNET = "compiled=all convolutions=direct waits together optimizer=28"
 ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3, gathered again"}
@@ -153,12 +162,12 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
 @cache
 def alpa_plan(run: alpa.Run) -> Plan:
     """The plan of a row of Alpa's ablation of GPT."""
-    sizes = Sizes(run.hidden, run.heads, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, dropout=0.0, dense=True)
+    sizes = AlpaSizes(run.hidden, run.heads, alpa.LAYERS, alpa.VOCAB, alpa.SEQ, width=4)
     with torch.device("meta"):
-        model = GPT(sizes)
+        model = AlpaTransformer(sizes)
     return _ablation(
-        model, _tokens(alpa.BATCH, alpa.SEQ), run, precision="fp16 communication=fp16",
-        recompute="full", execution=ALPA,
+        model, _tokens(alpa.BATCH, alpa.SEQ), run, searched=False,
+        precision="fp16 communication=fp16", recompute="full", execution=f"{ALPA} {GPT_UPDATE}",
     )  # fmt: skip
 
 
@@ -172,7 +181,7 @@ def wide_resnet_plan(run: alpa.Run) -> Plan:
         batch = {"images": images, "labels": torch.zeros(32, dtype=torch.long)}
     return _ablation(
         model, batch, run, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        execution=WIDE_RESNET,
+        execution=WIDE_RESNET + SCATTERED.get(run.method, " copies"),
     )  # fmt: skip
 
 
@@ -181,11 +190,12 @@ def mixture_plan(run: alpa.Run, experts: int) -> Plan:
     """The plan of a row of Alpa's ablation of a mixture of experts."""
     heads = run.hidden // (64 if run.hidden == 1536 else 32)
     with torch.device("meta"):
-        model = Mixture(MixtureSizes(run.hidden, heads, 8, 51200, 1024, experts))
+        model = AlpaTransformer(AlpaSizes(run.hidden, heads, 8, 51200, 1024, experts))
+    execution = f"{ALPA} {MIXTURE_UPDATE}" + SCATTERED.get(run.method, " copies")
     # Adafactor's states of matrices are so small that SGD, which has none, stands for it.
     return _ablation(
         model, _tokens(8, 1024), run, optimizer=partial(torch.optim.SGD, lr=0.1),
-        precision="fp16 communication=fp16", recompute="full", execution=ALPA,
+        precision="fp16 communication=fp16", recompute="full", execution=execution,
     )  # fmt: skip
 
 
@@ -200,9 +210,13 @@ def _channels(context: pins.PinContext) -> dict[str, str]:
 
 
 def _ablation(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], run: alpa.Run, **options: Any
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    run: alpa.Run,
+    searched: bool = True,
+    **options: Any,
 ) -> Plan:
-    """The plan of a row of Alpa's: on one axis what it searched for is searched for, but for a GPT.
+    """The plan of a row of Alpa's: on one axis, it is `searched` for where Alpa did.
 
     On two axes, its plans are taken to split the batch along the first, and layers or channels
     along the second.
@@ -211,7 +225,7 @@ def _ablation(
     given: list[pins.PinFunction] = [pins.data_parallel("dp")] if data > 1 else []
     if tensor > 1:
         given.append(_channels if isinstance(model, WideResNet) else pins.megatron("tp"))
-    free = run.method == "auto_sharding" and tensor == 1 and not isinstance(model, GPT)
+    free = searched and run.method == "auto_sharding" and tensor == 1
     return autopar.plan(
         model,
         _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),

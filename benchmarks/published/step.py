@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
+from autopar.cost.model import AnalyticModel, NodeWork, Work
 from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.work.kernel_work import fused, works
 from autopar.ir.collective import Collective
@@ -304,8 +304,8 @@ def _joined(column: Sequence[Work], longer: str) -> Work:
     gemms = [work.gemm for work in column if work.gemm is not None]
     gemm = None
     if gemms:
-        lengths = {name: getattr(gemms[0], name) for name in ("batch", "m", "n", "k")}
-        gemm = Gemm(**{**lengths, longer: sum(getattr(gemm, longer) for gemm in gemms)})
+        lengths: dict[str, int] = {longer: sum(getattr(gemm, longer) for gemm in gemms)}
+        gemm = replace(gemms[0], **lengths)
     return replace(column[0], flops=flops, nbytes=nbytes, gemm=gemm)
 
 

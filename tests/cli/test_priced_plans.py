@@ -37,7 +37,8 @@ def slow(factor: float) -> Calibration:
     """A machine on which a product takes hundredths of a second, and collectives `factor` ones."""
     sides = ((m, n, k) for m in (8, 64) for n in (8, 64) for k in (8, 64))
     products = tuple(
-        Product("f32", Gemm(1, *s), Timing(0.01 + 1e-7 * (s[0] * s[1] * s[2]), 0.0)) for s in sides
+        Product("f32", Gemm(1, *s, rows=0), Timing(0.01 + 1e-7 * (s[0] * s[1] * s[2]), 0.0))
+        for s in sides
     )
     kernels = (Kernel("aten.add.Tensor", "f32", 0.0, 4096.0, Timing(1e-3, 0.0)),)
     calls = tuple(

@@ -31,7 +31,7 @@ def took(m: int, n: int, k: int) -> float:
 
 def calibration() -> Calibration:
     products = tuple(
-        Product("f32", Gemm(1, m, n, k), Timing(took(m, n, k), 0.05))
+        Product("f32", Gemm(1, m, n, k, 0), Timing(took(m, n, k), 0.05))
         for m, n, k in itertools.product(SIDE, repeat=3)
     )
     kernels = [
@@ -60,7 +60,7 @@ MODEL = MeasuredModel(MESH, MADE)
 
 
 def product(m: int, n: int, k: int, batch: int = 1, dtype: str = "f32") -> Work:
-    gemm = Gemm(batch, m, n, k)
+    gemm = Gemm(batch, m, n, k, 0)
     return Work("aten.linear", gemm.flops, 0.0, dtype, gemm)
 
 

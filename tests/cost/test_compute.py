@@ -27,7 +27,7 @@ amount = st.floats(0, 1e18)
 
 
 def matmul(n: int) -> Work:
-    return Work("mm", 2.0 * n**3, 3.0 * n * n * 2, "bf16", Gemm(1, n, n, n))
+    return Work("mm", 2.0 * n**3, 3.0 * n * n * 2, "bf16", Gemm(1, n, n, n, 0))
 
 
 @pytest.mark.parametrize("n", [256, 1024, 4096, 16384])
@@ -38,7 +38,7 @@ def test_a_matmul_stays_under_the_peak(n: int) -> None:
 
 def product(batch: int, m: int, n: int, k: int, dtype: str = "bf16") -> Work:
     """A product whose bytes cost nothing, so that only computing counts."""
-    gemm = Gemm(batch, m, n, k)
+    gemm = Gemm(batch, m, n, k, 0)
     return Work("aten.mm", gemm.flops, 0.0, dtype, gemm)
 
 
@@ -59,14 +59,14 @@ def without_starts(device: Device, **given: float) -> Device:
 def test_an_ideal_shape_reaches_the_attainable_share_at_full_clocks() -> None:
     chip, k = H100.device, 1 << 20
     work = product(1, *waves(3), k)
-    rate = work.flops / gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0), "bf16")
+    rate = work.flops / gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0, 0), "bf16")
     ramp = k / (k + chip.products.k_half)
     assert rate == pytest.approx(989e12 * chip.products.efficiency * ramp, rel=1e-9)
 
 
 def test_a_long_kernel_and_a_long_step_are_slower_than_a_short_kernel() -> None:
     chip, work = H100.device, product(1, *waves(3), 1 << 20)
-    full = gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0), "bf16")
+    full = gemm_seconds(chip, work.gemm or Gemm(0, 0, 0, 0, 0), "bf16")
     alone = H100.compute(work) - chip.launch
     assert 1 < alone / full < 1 + chip.products.throttle
     step = AnalyticModel(H100.mesh, in_step=True).compute(work) - chip.launch
@@ -84,7 +84,9 @@ def test_a_long_step_slows_matrix_units_alone() -> None:
 
 def test_a_row_more_than_full_waves_costs_another_tile_and_no_less() -> None:
     chip, (m, n) = H100.device, waves(4)
-    full, one_more, some = (gemm_seconds(chip, Gemm(1, m + x, n, 8192), "bf16") for x in (0, 1, 9))
+    full, one_more, some = (
+        gemm_seconds(chip, Gemm(1, m + x, n, 8192, 0), "bf16") for x in (0, 1, 9)
+    )
     rows, columns, _ = min(chip.products.tiles, key=lambda tile: tile[0] * tile[1])
     one = 2 * rows * columns * 8192 * chip.processors
     assert one_more - full >= one / 989e12
@@ -95,14 +97,14 @@ def test_with_one_tile_shape_and_no_split_a_wave_more_is_a_wave_more() -> None:
     chip = dataclasses.replace(without_starts(H100.device, tile_rows=128.0), processors=10)
     wave = 2 * 10 * 128 * 128 * 4096 / (989e12 * chip.products.efficiency)
     for tiles, expected in ((10, 1), (20, 2), (21, 3), (30, 3)):
-        seconds = gemm_seconds(chip, Gemm(1, tiles * 128, 128, 4096), "bf16")
+        seconds = gemm_seconds(chip, Gemm(1, tiles * 128, 128, 4096, 0), "bf16")
         assert seconds == pytest.approx(expected * wave, rel=1e-12), tiles
 
 
 def test_a_few_tiles_are_split_along_k() -> None:
     chip = without_starts(H100.device, tile_rows=128.0)
     alone = 2 * 128 * 128 * (1 << 20) * chip.processors / (989e12 * chip.products.efficiency)
-    assert gemm_seconds(chip, Gemm(1, 128, 128, 1 << 20), "bf16") < alone / 16
+    assert gemm_seconds(chip, Gemm(1, 128, 128, 1 << 20, 0), "bf16") < alone / 16
 
 
 def test_a_batch_is_as_many_tiles() -> None:
@@ -111,7 +113,7 @@ def test_a_batch_is_as_many_tiles() -> None:
 
 def test_eight_bits_are_twice_as_fast_as_sixteen() -> None:
     chip = without_starts(H100.device)
-    half, byte = (gemm_seconds(chip, Gemm(1, 8192, 8192, 8192), d) for d in ("bf16", "f8"))
+    half, byte = (gemm_seconds(chip, Gemm(1, 8192, 8192, 8192, 0), d) for d in ("bf16", "f8"))
     assert half / byte == pytest.approx(1979 / 989, rel=1e-9)
 
 
@@ -131,7 +133,7 @@ def test_products_take_longer_in_each_dimension(
 
 def attention(samples: int, length: int, width: int) -> Work:
     """A causal forward, with what it moves."""
-    gemm = Gemm(samples, length, (length + 1) // 2, 2 * width)
+    gemm = Gemm(samples, length, (length + 1) // 2, 2 * width, 0)
     return Work(NAMES[0], gemm.flops, 8.0 * samples * length * width, "bf16", gemm)
 
 
@@ -197,7 +199,7 @@ def test_only_matmuls_use_matrix_units() -> None:
 @pytest.mark.parametrize("dtype", [*DTYPE_BYTES, *DTYPES])
 @pytest.mark.parametrize("on_matrix_units", [True, False])
 def test_every_dtype_has_a_price(dtype: str, on_matrix_units: bool) -> None:
-    gemm = Gemm(1, 8000, 8000, 8000) if on_matrix_units else None
+    gemm = Gemm(1, 8000, 8000, 8000, 0) if on_matrix_units else None
     assert H100.compute(Work("op", 1.024e12, 1.0, dtype, gemm)) > 1e-4
 
 
@@ -291,7 +293,7 @@ def test_convolutions_take_what_was_published(
     nbytes: int,
     published: float,
 ) -> None:
-    gemm = Gemm(1, *sizes)
+    gemm = Gemm(1, *sizes, 0)
     found = kernel_seconds(
         device(Mesh.parse("V100: gpu=1")), "aten.conv2d", gemm.flops, nbytes, dtype, gemm,
         convolved=Convolved(result, near),

@@ -182,6 +182,18 @@ def test_v100_form_a_cube_mesh(mesh: str, axis: str, links: int) -> None:
     assert written.bandwidth == pytest.approx(10e9 * V100.intra_efficiency)
 
 
+@pytest.mark.parametrize(("devices", "links"), [(2, 1), (4, 4), (8, 6)])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_v100_send_at_the_rate_that_nccl_assumes(devices: int, links: int, kind: str) -> None:
+    """20 GB/s around every ring (NCCL's src/graph/topo.h), as nccl-tests counts what is sent."""
+    nbytes = 1 << 30
+    share = nbytes // devices if kind == "all_gather" else nbytes
+    model = AnalyticModel(Mesh.parse(f"V100: gpu={devices}"))
+    sent = (devices - 1) / devices * nbytes * (2 if kind == "all_reduce" else 1)
+    rate = sent / model.collective(Collective(kind, ("gpu",), share))
+    assert rate == pytest.approx(links * 20e9, rel=0.01)
+
+
 def test_rings_of_a_group_share_no_link() -> None:
     """As many as every device has links into its group, or fewer; none where none leads on."""
     pairs = V100.intra_pairs

@@ -24,7 +24,7 @@ def test_programs_are_dealt_to_processors_in_turns(heads: int) -> None:
         place = min(range(processors), key=busy.__getitem__)
         busy[place] += own
     table = Attention(call=0.0)
-    gemm = Gemm(heads, columns * BLOCK, columns * BLOCK, 640)
+    gemm = Gemm(heads, columns * BLOCK, columns * BLOCK, 640, rows=0)
     free, ordered = (
         attention_seconds(table, gemm, 1e14, processors, 0.0, backward=True, ordered=ordered)
         for ordered in (False, True)
@@ -36,7 +36,7 @@ def test_programs_are_dealt_to_processors_in_turns(heads: int) -> None:
 def test_32_heads_on_an_a100_take_two_rounds() -> None:
     """128 programs of a quarter of the columns each: 2 x 16 of them, instead of 64 x 32 / 108."""
     chip = next(chip for chip in devices() if chip.name == "A100-80")
-    gemm = Gemm(32, 8192, 4096, 640)
+    gemm = Gemm(32, 8192, 4096, 640, rows=0)
     free, ordered = (
         kernel_seconds(chip, op, gemm.flops, 0.0, "bf16", gemm) for op in (NAMES[1], ORDERED)
     )

@@ -169,7 +169,7 @@ def _calibration() -> Calibration:
     time = Timing(1e-5, 0.1)
     return Calibration(
         Mesh.parse("cpu: data=2, tensor=2"), "2.11", "2026-01-01",
-        tuple(Product("f32", Gemm(1, m, 8, 8), time) for m in (8, 16)),
+        tuple(Product("f32", Gemm(1, m, 8, 8, 0), time) for m in (8, 16)),
         (Kernel("aten.gelu", "f32", 10.0, 20.0, time),),
         (Exchange("all_reduce", ("data", "tensor"), 4096.0, time),),
     )  # fmt: skip

@@ -108,7 +108,7 @@ def test_copies_out_of_and_into_messages_are_paid_at_the_speed_of_memory(microba
     used, prices = Layout(((), ()), varying=("data",)), AnalyticModel(mesh, in_step=True)
     chip, seconds = device(mesh), {}
     rate = chip.memory_bandwidth * chip.memory_efficiency
-    for state in ("zero3", "zero3, gathered again", "ddp"):
+    for state in ("zero3", "zero3, gathered again", "ddp", "zero2"):
         storage = StateChoice.read(state, mesh).storages(used, weight, mesh)[0]
         traffic = stored_traffic(
             weight, True, storage, mesh, prices, ADAMW.rules[0], precision=Precision("bf16")
@@ -126,6 +126,7 @@ def test_copies_out_of_and_into_messages_are_paid_at_the_speed_of_memory(microba
     assert seconds["zero3"] == pytest.approx(each[4] + each[6])
     assert seconds["zero3, gathered again"] == pytest.approx(2 * each[4] + each[6])
     assert seconds["ddp"] == pytest.approx(each[6] / microbatches)  # reduced once a step
+    assert seconds["zero2"] == pytest.approx(each[6] + each[4] / microbatches)  # gathered once
 
 
 def test_updated_parameters_are_gathered_beside_the_first_forwards() -> None:

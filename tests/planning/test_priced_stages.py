@@ -34,7 +34,8 @@ def slow(mesh: Mesh = MESH) -> Calibration:
     """A machine on which a product takes a hundredth of a second, and a message SEND seconds."""
     sides = ((m, n, k) for m in (8, 64) for n in (8, 64) for k in (8, 64))
     products = tuple(
-        Product("f32", Gemm(1, *s), Timing(0.01 + 1e-7 * (s[0] * s[1] * s[2]), 0.0)) for s in sides
+        Product("f32", Gemm(1, *s, rows=0), Timing(0.01 + 1e-7 * (s[0] * s[1] * s[2]), 0.0))
+        for s in sides
     )
     kernels = (Kernel("aten.add.Tensor", "f32", 0.0, 4096.0, Timing(1e-3, 0.0)),)
     times = {("node",): 3e-3, ("gpu",): 2e-3, ("node", "gpu"): 5e-3}
@@ -71,7 +72,7 @@ def arguments(folder: Path, command: str, *rest: object, own: bool = True) -> li
 
 def test_a_part_has_the_prices_of_its_links_and_scaled_ones_elsewhere() -> None:
     whole, part = MeasuredModel(MESH, slow()), MeasuredModel(STAGE, slow(), MESH)
-    product = Work("aten.mm", 2.0 * 8**3, 768.0, "f32", Gemm(1, 8, 8, 8))
+    product = Work("aten.mm", 2.0 * 8**3, 768.0, "f32", Gemm(1, 8, 8, 8, 0))
     assert part.compute(product) == whole.compute(product)
     inside = Collective("all_gather", ("gpu",), 1000)
     assert part.collective(inside) == whole.collective(inside)

@@ -287,6 +287,23 @@ def test_gradients_of_one_call_are_whole_until_it_and_parts_of_themselves_behind
     assert "communication" not in found.memory.kinds
 
 
+@pytest.mark.parametrize("state", ["zero2", "zero3, gathered again"])
+def test_copies_read_and_write_what_messages_hold(state: str, graph: Graph) -> None:
+    mesh = autopar.Mesh.parse("A100-80: data=8")
+    plan = make_plan(graph, mesh, Options(pins=[data_parallel("data")], state=state), Trace(None))
+    _, plain = simulate(graph, plan)
+    made, found = simulate(graph, plan, copies=True)
+    calls = [t.what for t in made if isinstance(t.what, Collective) and t.cause != "activation"]
+    held = sum(call.nbytes * (mesh.size if call.kind == "all_gather" else 1) for call in calls)
+    copied = [t.what for t in made if t.name.startswith("copy of")]
+    copies = [work for what in copied if isinstance(what, tuple) for work in what]
+    assert {call.kind for call in calls} >= {"all_gather", "reduce_scatter"}
+    assert sum(work.nbytes for work in copies) == 2 * held
+    assert found.seconds - plain.seconds == pytest.approx(
+        sum(map(AnalyticModel(mesh).compute, copies))
+    )
+
+
 @pytest.mark.slow
 def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
     graph: Graph, plans: dict[str, StagePlan]

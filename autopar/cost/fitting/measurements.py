@@ -136,13 +136,13 @@ def _lengths(values: Sequence[str]) -> list[int]:
 
 def _product(values: Sequence[str]) -> Work:
     m, n, k = _lengths(values)
-    gemm = Gemm(1, m, n, k)
+    gemm = Gemm(1, m, n, k, rows=0)
     return Work("aten.mm", gemm.flops, 2.0 * (m * k + k * n + m * n), "bf16", gemm)
 
 
 def _causal(values: Sequence[str]) -> Work:
     batch, tokens, heads, groups, width = _lengths(values)
-    gemm = Gemm(batch * heads, tokens, (tokens + 1) // 2, 2 * width)
+    gemm = Gemm(batch * heads, tokens, (tokens + 1) // 2, 2 * width, rows=0)
     nbytes = 4.0 * batch * tokens * width * (heads + groups)
     return Work(NAMES[0], gemm.flops, nbytes, "bf16", gemm)
 

@@ -191,12 +191,12 @@ def _attention(local: Local) -> NodeWork:
         keys = math.ceil(keys * busiest_share(local.node, keys, 1))
     batch = math.prod(local.results[0].shape[:-2])
     d, e = query[-1], value[-1]
-    gemm = Gemm(batch, query[-2], keys, d + e)
+    gemm = Gemm(batch, query[-2], keys, d + e, rows=0)
     forward = local.work(gemm.flops, local.read + local.written, gemm)
     forward = replace(forward, op=ATTENTION)  # sinks cost no more
     if not local.node.requires_grad:
         return NodeWork((forward,))
-    back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
+    back = Gemm(batch, query[-2], keys, 3 * d + 2 * e, rows=0)
     moved = 2 * (local.read + local.written)  # each tensor and its gradient
     backward = local.gradient(back.flops, moved, back)
     name = ORDERED if local.node.part.ordered else f"{ATTENTION} backward"
@@ -269,7 +269,7 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     exact = 0 if kernels else DTYPE_BYTES[weights.dtype] * rows * width
 
     def products(make: Callable[..., Work], *lengths: tuple[int, int, int]) -> list[Work]:
-        gemms = [Gemm(experts, *length) for length in lengths]
+        gemms = [Gemm(experts, *length, math.gcd(width, inner)) for length in lengths]
         return [make(gemm.flops, moved, gemm) for gemm in gemms]
 
     into, out = (each, inner, width), (each, width, inner)
@@ -304,15 +304,15 @@ def _convolution(local: Local) -> NodeWork:
     groups = argument(local.node, 6, "groups", 1)
     groups = groups if isinstance(groups, int) and channels % groups == 0 else 1
     n, k = channels // groups, weight.numel // max(channels, 1)
-    gemm = Gemm(groups, pixels, k, n) if transposed else Gemm(groups, pixels, n, k)
+    gemm = Gemm(groups, pixels, *((k, n) if transposed else (n, k)), rows=0)
     fast = not transposed and groups == 1 and _winograd(local.node, weight)
     forward = local.work(gemm.flops, local.read + local.written, gemm)
     forward = replace(forward, convolved=Convolved("forward", fast))
     moved = image.nbytes + weight.nbytes + out.nbytes
     backward = []
     gradients = (
-        (Gemm(gemm.batch, gemm.m, gemm.k, gemm.n), Convolved("image", fast)),
-        (Gemm(gemm.batch, gemm.k, gemm.n, gemm.m), Convolved("weight", fast)),
+        (replace(gemm, n=gemm.k, k=gemm.n), Convolved("image", fast)),
+        (Gemm(gemm.batch, gemm.k, gemm.n, gemm.m, rows=0), Convolved("weight", fast)),
     )
     for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
         if wanted and i < len(gradients):

@@ -27,7 +27,8 @@ written as settings, "compiled=blocks merged loss=steps host=compiled optimizer=
                         Megatron's gradient_accumulation_fusion; their further bytes are hidden.
                         By default, a kernel for each weight reads both and writes the sum
     copies              gathered parameters are copied out of the message, and gradients into the
-                        one that reduces them, beside no other kernel, as by torch's FSDP2
+                        one that reduces them, beside no other kernel, as by torch's FSDP2, and by
+                        XLA, which gathers along the dimension that varies slowest in memory
     linears=float8      products of the linears of blocks are in 8 bits with a scale for each
                         tensor; float8-rows with one for each row, mxfp8 for every 32 values. Of
                         all settings, programs run the first two of these alone

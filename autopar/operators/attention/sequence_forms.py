@@ -201,8 +201,10 @@ def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> Node
     shared = sizes.pair / max(sizes.keys, 1) * keys
     moved = sizes.query + sizes.result + shared
     rows = round(sizes.rows * more)
-    forward = _work(sizes, Gemm(sizes.batch, rows, keys, d + e), moved, "")
-    back = _work(sizes, Gemm(sizes.batch, rows, keys, 3 * d + 2 * e), 2 * moved, " backward")
+    forward = _work(sizes, Gemm(sizes.batch, rows, keys, d + e, rows=0), moved, "")
+    back = _work(
+        sizes, Gemm(sizes.batch, rows, keys, 3 * d + 2 * e, rows=0), 2 * moved, " backward"
+    )
     if calls == 1:
         return NodeWork((forward,), (back,))
     return NodeWork(

@@ -254,7 +254,7 @@ def _plan(
     for dtype in (*chosen.dtypes, *chosen.products):
         for shape in itertools.product(chosen.lengths, repeat=3):
             name = f"matmul {' x '.join(map(str, shape))} {dtype}"
-            yield name, partial(_product, bench, dtype, Gemm(1, *shape))
+            yield name, partial(_product, bench, dtype, Gemm(1, *shape, rows=0))
     for dtype in chosen.dtypes:
         size = DTYPES[dtype].itemsize
         for elements in chosen.elements:
