@@ -124,6 +124,7 @@ class Attention(Row):
         start: a block of queries starts for as long as it takes for this many blocks of keys.
         block_latency: least seconds from one block of keys of width 128 to the next.
         memory: share of the memory bandwidth with which queries, keys and values are moved.
+        overlap: exponent by which the times of moving and of computing combine; 1 adds them.
         call: seconds of a call in addition to these.
         backward: rate of the backward relative to the forward's.
     """
@@ -135,6 +136,7 @@ class Attention(Row):
     start: float = 0.0
     block_latency: float = 0.0
     memory: float = 0.7
+    overlap: float = 1.0
     call: float = 10e-6
     backward: float = 0.8
 
