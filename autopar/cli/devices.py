@@ -37,7 +37,8 @@ def command(context: click.Context, as_json: bool) -> None:
     """List the devices that a mesh may name, and the measurements that they were fitted to.
 
     The errors are medians on measurements that were not fitted; "as H100" are the constants of
-    another device, relative to the device's own peaks.
+    another device, relative to the device's own peaks. "1.0% fitted, else as RTX-4090" is the error
+    on few measurements, to which few constants were fitted.
     """
     if context.invoked_subcommand is not None:
         return
@@ -157,4 +158,7 @@ def _origin(name: str, row: Row | None) -> str:
         return "by its links' figures"
     if not row.measured:
         return "estimated"
-    return f"{row.error:.1%}" if row.measured == name else f"as {row.measured}"
+    if row.measured != name:
+        return f"as {row.measured}"
+    base = getattr(row, "base", "")
+    return f"{row.error:.1%}" + (f" fitted, else as {base}" if base else "")

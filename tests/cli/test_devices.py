@@ -23,6 +23,7 @@ def test_every_device_is_listed_with_what_it_was_fitted_to() -> None:
     assert list(rows) == [entry.name for entry in devices()]
     assert rows["H200"]["products"] == "as H100"
     assert rows["H100"]["products"].endswith("%")
+    assert rows["L40S"]["products"] == "1.0% fitted, else as RTX-4090"
     assert "A100-80" in CliRunner().invoke(main, ["devices"]).stdout
 
 
@@ -104,6 +105,7 @@ def test_few_constants_are_fitted_to_few_measurements() -> None:
     assert float(row["efficiency"]) == pytest.approx(table.efficiency, rel=2e-3)
     assert float(row["error"]) == pytest.approx(table.error, abs=1e-3)
     assert float(row["throttle"]) == table.throttle
+    assert row["base"] == table.base == "RTX-4090"
     few = CliRunner().invoke(main, [*words[:-1], "efficiency,throttle"])
     assert few.exit_code == 2
     assert "too few to fit 2 constants" in few.output

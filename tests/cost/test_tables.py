@@ -123,6 +123,7 @@ def test_every_device_has_a_row_that_says_what_it_was_fitted_to() -> None:
         for table in (entry.products, entry.attention):
             assert table.measured in names | {""}
             assert bool(table.error) == (table.measured == entry.name)
+            assert table.base in names - {entry.name} | {""}
     assert CHIP.products.error < 0.08
     assert CHIP.products.spread < 0.25
     assert CHIP.attention.error < 0.12

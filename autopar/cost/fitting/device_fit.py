@@ -99,8 +99,9 @@ def fit_products(
 
     begin = _begin(start, {name: free[name] for name in _PRODUCTS if name in free})
     begin |= _begin(device, {name: free[name] for name in _LAUNCH if name in free})
-    chip, far = _fitted(made, free, begin, tuple(measured), few=bool(only))
-    return _row(chip.products, device, far), chip.launch
+    found = tuple(measured)
+    chip, far = _fitted(made, free, begin, found, few=bool(only))
+    return _row(chip.products, device, far, len(found)), chip.launch
 
 
 def fit_attention(
@@ -113,8 +114,9 @@ def fit_attention(
         return replace(device, attention=replace(device.attention, **values))
 
     begin = _begin(device.attention, free)
-    chip, far = _fitted(made, free, begin, tuple(measured), few=bool(only))
-    return _row(chip.attention, device, far)
+    found = tuple(measured)
+    chip, far = _fitted(made, free, begin, found, few=bool(only))
+    return _row(chip.attention, device, far, len(found))
 
 
 def fit_links(device: Device, measured: Iterable[Sample]) -> tuple[Device, Residuals]:
@@ -169,8 +171,13 @@ def _begin(source: object, constants: Constants) -> dict[str, float]:
     return {name: getattr(source, name) or value for name, (_, value) in constants.items()}
 
 
-def _row(table: Table, device: Device, far: Residuals) -> Table:
-    return replace(table, measured=device.name, error=far.error, spread=far.spread)
+def _row(table: Table, device: Device, far: Residuals, count: int = _LEAST) -> Table:
+    """Returns a table with its errors; with a base if too few measurements to hold some out."""
+    row = replace(table, measured=device.name, error=far.error, spread=far.spread)
+    if isinstance(row, Links):
+        return row
+    own = table.measured == device.name
+    return replace(row, base="" if count >= _LEAST else row.base if own else table.measured)
 
 
 def _fitted(
