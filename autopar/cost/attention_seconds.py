@@ -6,10 +6,11 @@ whose time grows with the width of a head, and exponentials, whose time does not
 narrow heads are slow (Shah et al., "FlashAttention-3", arXiv 2407.08608, section 3.2). Under a
 causal mask the pairs on the diagonal are computed whole. The time is
 
-    call + memory + (work^3 + chain^3)^(1/3)
+    call + (memory^p + computing^p)^(1/p), computing = (work^3 + chain^3)^(1/3)
 
 where `work` shares all pairs and starts of blocks among the processors, and `chain` is the longest
-row of pairs, one after another. Backwards five products take the place of two.
+row of pairs, one after another. Backwards five products take the place of two. A device's `overlap`
+is p: with 1 operands are moved before they are computed with, with 3 mostly meanwhile.
 
 A deterministic backward adds the gradients of queries in a fixed order. FlashAttention 2 then
 starts only as many programs for each head as keep all processors busy, each for every so many
@@ -62,4 +63,6 @@ def attention_seconds(
         work *= columns * processors / (gemm.batch * keys)
     chain = (keys + table.start) * table.block_latency * last * gemm.k / (2 * BLOCK)
     seconds = float((work**BLEND + chain**BLEND) ** (1 / BLEND))
-    return table.call + moving / table.memory + seconds / (table.backward if backward else 1.0)
+    seconds /= table.backward if backward else 1.0
+    both = seconds**table.overlap + (moving / table.memory) ** table.overlap
+    return table.call + float(both ** (1 / table.overlap))

@@ -31,7 +31,8 @@ class Row:
 
     Attributes:
         measured: the device whose measurements were fitted; "" if none were.
-        error: median of the relative errors on measurements that were not fitted, 0 if unknown.
+        error: median of the relative errors on measurements that were not fitted, or on all if the
+            row has a `base`; 0 if unknown.
         spread: their 90th percentile.
     """
 
@@ -66,7 +67,8 @@ class Row:
                 f"tables/{cls.FILE} has the wrong columns",
                 why=f"missing or unknown: {', '.join(sorted(set(row) ^ {'device', *keys}))}",
             )
-        return cls(**{key: row[key] if key == "measured" else float(row[key]) for key in keys})  # type: ignore[arg-type]
+        words = {field.name for field in fields(cls) if isinstance(field.default, str)}
+        return cls(**{key: row[key] if key in words else float(row[key]) for key in keys})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Products(Row):
     """Constants of matrix products on one device; cost/compute.py has formulas and reasons.
 
     Attributes:
+        base: the device whose constants were kept but for a few, fitted to few measurements; "" if
+            some were held out.
         efficiency: share of the matmul peak that the largest tile attains in a short kernel.
         k_half: the start of a tile takes as long as this many more of its terms in 16 bits.
         k_latency: least seconds a term, however small the tile, in 16 bits.
@@ -88,6 +92,7 @@ class Products(Row):
 
     FILE: ClassVar[str] = "products.csv"
 
+    base: str = ""
     efficiency: float = 0.5
     k_half: float = 0.0
     k_latency: float = 0.0
@@ -119,22 +124,26 @@ class Attention(Row):
     """Constants of fused attention on one device; cost/attention_seconds.py has the formula.
 
     Attributes:
+        base: as of products.
         efficiency: share of the matmul peak that the two products attain.
         softmax: exponentials of a score take as long as this many more widths of a head.
         start: a block of queries starts for as long as it takes for this many blocks of keys.
         block_latency: least seconds from one block of keys of width 128 to the next.
         memory: share of the memory bandwidth with which queries, keys and values are moved.
+        overlap: exponent by which the times of moving and of computing combine; 1 adds them.
         call: seconds of a call in addition to these.
         backward: rate of the backward relative to the forward's.
     """
 
     FILE: ClassVar[str] = "attention.csv"
 
+    base: str = ""
     efficiency: float = 0.5
     softmax: float = 0.0
     start: float = 0.0
     block_latency: float = 0.0
     memory: float = 0.7
+    overlap: float = 1.0
     call: float = 10e-6
     backward: float = 0.8
 

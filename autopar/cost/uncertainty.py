@@ -1,7 +1,8 @@
 """Uncertainty of predicted seconds, from the errors of the kernel tables on held-out data.
 
 The error of a sum is at most the sum of the errors: shapes repeat from layer to layer, so that
-their errors do not cancel. An error is a median over the held-out measurements.
+their errors do not cancel. An error is a median over the held-out measurements. If none were held
+out, the constants that another device lends count as taken over.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ def relative_error(device: Device, table: str) -> float:
     row: Row | None = getattr(device, table)
     if row is None or not row.measured:
         return UNMEASURED
-    if row.measured == device.name:
+    own = row.measured == device.name
+    base = getattr(row, "base", "") if own else row.measured
+    if not base:
         return row.error
-    (source,) = (entry for entry in devices() if entry.name == row.measured)
-    return min(TAKEN_OVER * relative_error(source, table), UNMEASURED)
+    (source,) = (entry for entry in devices() if entry.name == base)
+    return max(row.error, min(TAKEN_OVER * relative_error(source, table), UNMEASURED))
 
 
 def step_error(mesh: Mesh, seconds: float, calibration: str = "") -> float:

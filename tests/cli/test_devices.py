@@ -23,6 +23,7 @@ def test_every_device_is_listed_with_what_it_was_fitted_to() -> None:
     assert list(rows) == [entry.name for entry in devices()]
     assert rows["H200"]["products"] == "as H100"
     assert rows["H100"]["products"].endswith("%")
+    assert rows["L40S"]["products"] == "1.0% fitted, else as RTX-4090"
     assert "A100-80" in CliRunner().invoke(main, ["devices"]).stdout
 
 
@@ -90,6 +91,27 @@ def test_a_described_device_is_fitted_from_one_file(tmp_path: Path) -> None:
     # Formulas of memory and collectives are of the right form, so that only noise is left.
     assert all(0 < error < 0.03 and spread < 0.06 for error, spread in errors[:2])
     assert all(error < 0.12 and error <= spread for error, spread in errors[2:])
+
+
+def test_few_constants_are_fitted_to_few_measurements() -> None:
+    """The row of the table is what the command prints of the published measurements."""
+    path = Path(__file__).parents[2] / "benchmarks" / "kernel_measurements.csv"
+    words = ["devices", "fit", str(path), "--device", "L40S", "--only", "efficiency"]
+    found = CliRunner().invoke(main, words)
+    assert found.exit_code == 0, found.output
+    head, line = found.stdout.splitlines()[1:3]
+    row = dict(zip(head.split(","), line.split(","), strict=True))
+    table = next(entry for entry in devices() if entry.name == "L40S").products
+    assert float(row["efficiency"]) == pytest.approx(table.efficiency, rel=2e-3)
+    assert float(row["error"]) == pytest.approx(table.error, abs=1e-3)
+    assert float(row["throttle"]) == table.throttle
+    assert row["base"] == table.base == "RTX-4090"
+    few = CliRunner().invoke(main, [*words[:-1], "efficiency,throttle"])
+    assert few.exit_code == 2
+    assert "too few to fit 2 constants" in few.output
+    unknown = CliRunner().invoke(main, [*words[:-1], "speed"])
+    assert unknown.exit_code == 2
+    assert "no constant is named speed" in unknown.output
 
 
 def test_a_file_of_another_device_is_refused(tmp_path: Path) -> None:

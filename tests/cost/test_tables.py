@@ -15,6 +15,7 @@ from autopar.cost.fitting.device_fit import errors, fit_attention, fit_products
 from autopar.cost.fitting.measurements import samples
 from autopar.cost.fitting.simplex import simplex
 from autopar.cost.kernel_tables import Attention, Products
+from autopar.cost.work import Work
 from autopar.errors import CostError
 
 CHIP = next(entry for entry in devices() if entry.name == "A100-80")
@@ -74,6 +75,18 @@ def test_the_simplex_finds_the_bottom_of_a_bent_valley() -> None:
     assert found == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
+def test_a_measurement_names_its_dtype_and_what_measuring_added(tmp_path: Path) -> None:
+    path = tmp_path / "gemm.csv"
+    text = "m,n,k,dtype,overhead_ms,latency_ms\n64,32,16,f32,0.002,0.005\n64,32,16,,,0.005\n"
+    path.write_text(text, encoding="utf-8")
+    wide, plain = (each for each in samples(path))
+    assert isinstance(wide.what, Work)
+    assert isinstance(plain.what, Work)
+    assert (wide.what.dtype, plain.what.dtype) == ("f32", "bf16")
+    assert wide.what.nbytes == 2 * plain.what.nbytes
+    assert (wide.seconds, plain.seconds) == pytest.approx((3e-6, 5e-6))
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -86,6 +99,8 @@ def test_the_simplex_finds_the_bottom_of_a_bent_valley() -> None:
         ("m,n,k,latency_ms\n1,2,3,nan\n", "nan"),
         ("m,n,k,latency_ms\n1,2,3,-1\n", "-1"),
         ("m,n,k,latency_ms\n1,0,3,1\n", "lengths"),
+        ("m,n,k,latency_ms,overhead_ms\n1,2,3,1,2\n", "not positive after overhead_ms"),
+        ("m,n,k,latency_ms,dtype\n1,2,3,1,f12\n", "'f12'"),
     ],
 )
 def test_what_is_no_measurement_is_refused(tmp_path: Path, text: str, why: str) -> None:
@@ -108,6 +123,7 @@ def test_every_device_has_a_row_that_says_what_it_was_fitted_to() -> None:
         for table in (entry.products, entry.attention):
             assert table.measured in names | {""}
             assert bool(table.error) == (table.measured == entry.name)
+            assert table.base in names - {entry.name} | {""}
     assert CHIP.products.error < 0.08
     assert CHIP.products.spread < 0.25
     assert CHIP.attention.error < 0.12

@@ -20,6 +20,14 @@ def test_a_fitted_device_is_off_by_what_was_held_out() -> None:
     assert error_seconds(chip, 2.0, 3.0) == pytest.approx(expected)
 
 
+def test_a_row_of_few_measurements_is_as_uncertain_as_what_it_takes_over() -> None:
+    chip = KNOWN["H100-PCIe"]
+    assert chip.products.error < TAKEN_OVER * KNOWN["H100"].products.error
+    expected = TAKEN_OVER * KNOWN["H100"].products.error
+    assert relative_error(chip, "products") == pytest.approx(expected)
+    assert relative_error(KNOWN["L40S"], "products") == UNMEASURED
+
+
 def test_what_is_taken_over_or_unmeasured_is_less_certain() -> None:
     for table in ("products", "attention", "links"):
         own = relative_error(KNOWN["H100"], table)

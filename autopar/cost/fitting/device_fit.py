@@ -2,20 +2,21 @@
 
 Half of the measurements, selected by a hash of their sizes, are fitted. The simplex method starts
 from the previous constants, and minimises the mean absolute logarithm of predicted over measured
-seconds. The other half gives the error of the fit for sizes that it has not seen.
+seconds. The other half gives the error of the fit for sizes that it has not seen. A few constants
+can be fitted to fewer measurements; then all are fitted, and the error is that of the fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 from autopar.cost.device import Device, devices
-from autopar.cost.fitting.measurements import Call, Sample
+from autopar.cost.fitting.measurements import ATTENTION, PRODUCTS, Call, Sample
 from autopar.cost.fitting.simplex import simplex
 from autopar.cost.kernel_tables import Attention, Links, Products
 from autopar.errors import CostError
@@ -35,6 +36,7 @@ _ATTENTION: Constants = {
     "efficiency": (1.0, 0.8), "softmax": (128.0, 30.0), "start": (32.0, 1.0),
     "block_latency": (1e-4, 2e-6), "memory": (0.95, 0.6), "call": (1e-3, 1e-5),
 }  # fmt: skip
+CONSTANTS = {PRODUCTS: (*_LAUNCH, *_PRODUCTS), ATTENTION: tuple(_ATTENTION)}
 _LINKS: Constants = {
     "ll_base": (1e-3, 7e-6), "ll128_base": (1e-3, 1e-5), "simple_base": (1e-3, 2e-5),
     "ll_hop": (1e-4, 1e-6), "ll128_hop": (1e-4, 1e-6), "simple_hop": (1e-4, 2e-6),
@@ -46,12 +48,13 @@ _LINKS: Constants = {
 _NODE: Constants = {"intra_efficiency": (1.0, 0.8)}
 _PLAIN: Constants = {"intra_bandwidth": (1e13, 25e9), "intra_latency": (1e-2, 1e-5)}
 _LEAST = 40  # measurements, of which a hash deals out about half to be fitted
+_FEW = 2  # measurements for each of a few constants, all of which are fitted
 _ALIKE = "A100-80"  # whose links a device begins with that has no row of its own
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Relative errors on measurements that were not fitted: the median, and nine in ten."""
+    """Relative errors on measurements that were not fitted, if any: the median, and nine in ten."""
 
     error: float
     spread: float
@@ -68,7 +71,10 @@ def fit_memory(device: Device, measured: Iterable[Sample]) -> tuple[Device, Resi
 
 
 def fit_products(
-    device: Device, measured: Iterable[Sample], launch: float | None = None
+    device: Device,
+    measured: Iterable[Sample],
+    launch: float | None = None,
+    only: Collection[str] = (),
 ) -> tuple[Products, float]:
     """Returns the constants of matrix products, and the seconds of a launch, for a device.
 
@@ -76,33 +82,41 @@ def fit_products(
         device: its other figures, and the constants to begin with.
         measured: products.
         launch: seconds of a launch if they are known from other kernels; None to fit them.
+        only: names of the constants to fit, while the others remain as they are; all by default.
 
     Raises:
         CostError: too few measurements.
     """
     start = replace(device.products, tile_rows=0, tile_columns=0)
+    known = _LAUNCH if launch is None else {}
+    free = _chosen({**known, **_PRODUCTS}, only)
 
     def made(values: dict[str, Any]) -> Device:
-        table = replace(start, **{name: values[name] for name in _PRODUCTS})
+        table = replace(start, **{name: values[name] for name in _PRODUCTS if name in free})
         table = replace(table, memory_small=min(table.memory_small, table.memory))
-        known = values["launch"] if launch is None else launch
-        return replace(device, launch=known, products=table)
+        seconds = device.launch if launch is None else launch
+        return replace(device, launch=values.get("launch", seconds), products=table)
 
-    free = _LAUNCH if launch is None else {}
-    begin = {**_begin(device, free), **_begin(start, _PRODUCTS)}
-    chip, far = _fitted(made, {**free, **_PRODUCTS}, begin, tuple(measured))
-    return _row(chip.products, device, far), chip.launch
+    begin = _begin(start, {name: free[name] for name in _PRODUCTS if name in free})
+    begin |= _begin(device, {name: free[name] for name in _LAUNCH if name in free})
+    found = tuple(measured)
+    chip, far = _fitted(made, free, begin, found, few=bool(only))
+    return _row(chip.products, device, far, len(found)), chip.launch
 
 
-def fit_attention(device: Device, measured: Iterable[Sample]) -> Attention:
-    """Returns the constants of fused attention for a device; raises as `fit_products`."""
+def fit_attention(
+    device: Device, measured: Iterable[Sample], only: Collection[str] = ()
+) -> Attention:
+    """Returns the constants of fused attention for a device; takes and raises as `fit_products`."""
+    free = _chosen(_ATTENTION, only)
 
     def made(values: dict[str, Any]) -> Device:
         return replace(device, attention=replace(device.attention, **values))
 
-    begin = _begin(device.attention, _ATTENTION)
-    chip, far = _fitted(made, _ATTENTION, begin, tuple(measured))
-    return _row(chip.attention, device, far)
+    begin = _begin(device.attention, free)
+    found = tuple(measured)
+    chip, far = _fitted(made, free, begin, found, few=bool(only))
+    return _row(chip.attention, device, far, len(found))
 
 
 def fit_links(device: Device, measured: Iterable[Sample]) -> tuple[Device, Residuals]:
@@ -148,12 +162,22 @@ def errors(device: Device, measured: Iterable[Sample]) -> list[float]:
     return sorted(abs(each.predicted(device) / each.seconds - 1) for each in measured)
 
 
+def _chosen(constants: Constants, only: Collection[str]) -> Constants:
+    """Returns the constants of the names `only`; all if there are none."""
+    return {name: constants[name] for name in constants if name in only or not only}
+
+
 def _begin(source: object, constants: Constants) -> dict[str, float]:
     return {name: getattr(source, name) or value for name, (_, value) in constants.items()}
 
 
-def _row(table: Table, device: Device, far: Residuals) -> Table:
-    return replace(table, measured=device.name, error=far.error, spread=far.spread)
+def _row(table: Table, device: Device, far: Residuals, count: int = _LEAST) -> Table:
+    """Returns a table with its errors; with a base if too few measurements to hold some out."""
+    row = replace(table, measured=device.name, error=far.error, spread=far.spread)
+    if isinstance(row, Links):
+        return row
+    own = table.measured == device.name
+    return replace(row, base="" if count >= _LEAST else row.base if own else table.measured)
 
 
 def _fitted(
@@ -161,16 +185,24 @@ def _fitted(
     constants: Constants,
     begin: dict[str, float],
     measured: Sequence[Sample],
+    *,
+    few: bool = False,
 ) -> tuple[Device, Residuals]:
-    """Returns the fitted device and its errors on the measurements held out."""
+    """Returns the fitted device and its errors on the measurements held out.
+
+    Fits all and holds out none of `few` measurements.
+    """
     inside = [each for each in measured if each.fitted]
     outside = [each for each in measured if not each.fitted]
     if len(measured) < _LEAST or min(len(inside), len(outside)) < _LEAST // 4:
-        raise CostError(
-            f"{len(measured)} measurements are too few to fit",
-            why=f"{len(inside)} would be fitted and {len(outside)} held out",
-            todo=f"measure at least {_LEAST} sizes, from small to large",
-        )
+        if not few or len(measured) < _FEW * len(constants):
+            raise CostError(
+                f"{len(measured)} measurements are too few to fit {len(constants)} constants",
+                why=f"{len(inside)} would be fitted and {len(outside)} held out",
+                todo=f"measure at least {_LEAST} sizes, from small to large, or name a constant "
+                f"for every {_FEW} measurements by --only",
+            )
+        inside = outside = list(measured)
     limits = [top for top, _ in constants.values()]
 
     def bounded(logs: Sequence[float]) -> list[float]:

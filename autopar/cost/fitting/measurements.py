@@ -2,13 +2,15 @@
 
 A row is of the kind whose columns it fills; one file may hold several kinds:
 
-    m, n, k                        a matrix product of bf16
+    m, n, k                        a matrix product, of bf16
     batch_size, isl, num_heads, num_key_value_heads, head_dim
                                    the forward of causal attention in bf16
     nbytes                         a kernel that is bound by memory: bytes read and written
     op_name, num_gpus, total_bytes a collective inside a node, in bytes as nccl-tests counts them
 
-and of each, `latency_ms`. With a column `device` only the rows of one device count.
+and of each, `latency_ms`. A column `dtype` names another dtype of products and attention;
+`overhead_ms` is the part of the latency that the way of measuring adds. With a column `device` only
+the rows of one device count.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import csv
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,7 @@ from autopar.cost.network import Network
 from autopar.cost.work import Gemm, Work
 from autopar.errors import CostError
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import DTYPE_BYTES
 
 PRODUCTS, ATTENTION, MEMORY, LINKS = "products", "attention", "memory", "links"
 COLUMNS = {
@@ -110,14 +113,20 @@ def samples(path: Path, device: str | None = None) -> tuple[Sample, ...]:
 
 def _sample(row: dict[str, str], where: str) -> Sample:
     try:
-        seconds = float(row["latency_ms"]) / 1e3
+        seconds = (float(row["latency_ms"]) - float(row.get("overhead_ms") or 0)) / 1e3
         if not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"latency_ms is {row['latency_ms']}")
+            less = " and not positive after overhead_ms" if row.get("overhead_ms") else ""
+            raise ValueError(f"latency_ms is {row['latency_ms']}{less}")
         kinds = [kind for kind, names in COLUMNS.items() if row.get(names[0])]
         if len(kinds) != 1:
             raise ValueError(f"it is {' and '.join(kinds) or 'of no kind'}")
         values = [row[name] for name in COLUMNS[kinds[0]]]
-        return Sample(kinds[0], " ".join(values), _READERS[kinds[0]](values), seconds)
+        what = _READERS[kinds[0]](values)
+        if isinstance(what, Work) and (dtype := row.get("dtype")):
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(DTYPE_BYTES)}")
+            what = replace(what, dtype=dtype, nbytes=what.nbytes * DTYPE_BYTES[dtype] / 2)
+        return Sample(kinds[0], " ".join(values), what, seconds)
     except (KeyError, ValueError, TypeError) as error:
         raise CostError(
             "a measurement cannot be read",
