@@ -10,13 +10,15 @@ import pytest
 from autopar.cli.prepare import dense_problem
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
+from autopar.intra_op.reduce.flat import Ints
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.solvers._large import search_large
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.multipliers import Multipliers
-from autopar.intra_op.solvers._large.usage_tree import swap_all, usage
-from autopar.intra_op.solvers._moves import local
+from autopar.intra_op.solvers._large.usage_tree import Usage, swap, usage
+from autopar.intra_op.solvers._moves import Local, local
 from autopar.intra_op.solvers._search import Search
+from autopar.loops import entry
 from tests.intra_op.test_trees import drawn
 
 
@@ -37,6 +39,13 @@ def spread(seed: int, count: int = 40, chords: int = 25) -> Problem:
 def solved() -> list[tuple[Problem, Solution]]:
     problems = [spread(seed) for seed in range(4)]
     return [(problem, solve(problem, "ilp")) for problem in problems]
+
+
+@entry
+def swap_all(moves: Local, tree: Usage, choice: Ints, wanted: Ints) -> None:
+    for v in range(len(choice)):
+        swap(moves, tree, v, choice[v], wanted[v])
+        choice[v] = wanted[v]
 
 
 def test_the_tree_of_usage_follows_changes(solved: list[tuple[Problem, Solution]]) -> None:
