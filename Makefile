@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard autopar kernels benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo lint format docs test slow matrix bench clean
+.PHONY: help .venv demo lint format docs test checks pytest slow matrix bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' Makefile | sort | expand -t 10
@@ -37,9 +37,15 @@ format: $(STAMP) ## rewrite the files in the project's style
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
+# Lint and documentation fill the time in which ranks of tests wait for one another.
+test: $(STAMP) ## lint, documentation, and every test but the slow ones, side by side
+	$(MAKE) -j 3 checks pytest
+
+checks: # prints lint and documentation in one piece each
+	$(MAKE) -O lint docs
+
 # A file stays in one process, so that its fixtures and captured models are made once.
-test: $(STAMP) ## lint, documentation, then every test but the slow ones
-	$(MAKE) -j $(JOBS) lint docs
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP) ## the slow tests

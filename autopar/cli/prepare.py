@@ -20,7 +20,9 @@ from autopar.cli.common.console import say, stages
 from autopar.cli.common.kept_graphs import kept_beside_package
 from autopar.cli.common.model_options import capture_model
 from autopar.errors import AutoparError
+from autopar.inter_op.dynamic_program import least_memory
 from autopar.intra_op.problem import Choices, Edge, Problem, frugal
+from autopar.intra_op.solvers import solve
 from autopar.intra_op.solvers._large.search_large import large
 from autopar.intra_op.solvers._search import Search
 from autopar.plan_entries import ModelSpec
@@ -28,11 +30,14 @@ from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 from autopar.zoo import names, spec
 
-# Plans that run every compiled loop: within little memory, and with stages.
-PLANS = (
-    ("gpt2", "--layers", "2", "--mesh", "H100: node=2, gpu=2", "--memory", "1.4GiB"),
-    ("gpt2", "--layers", "4", "--mesh", "H100: gpu=2", "--global-batch", "8"),
+# Together these run every compiled loop: plans within little memory and with stages, asynchronous
+# schedules, and solvers that plans use on hard problems only.
+COMMANDS = (
+    ("plan", "gpt2", "--layers", "2", "--mesh", "H100: node=2, gpu=2", "--memory", "1.4GiB"),
+    ("plan", "gpt2", "--layers", "4", "--mesh", "H100: gpu=2", "--global-batch", "8"),
+    ("schedules", "--stages", "2", "--microbatches", "2"),
 )
+SOLVERS = ("local_search", "mcmc")
 
 
 @click.command("prepare")
@@ -49,20 +54,34 @@ def command(models: tuple[str, ...]) -> None:
     autopar prepare
     autopar prepare gpt2 llama-3-8b
     """
-    from autopar.cli.plan import command as plan
-
     for name in models:
         spec(name)  # refuses an unknown name before any work
     with stages(quiet=False) as stage:
         # An installation by pip has compiled its modules, a checkout has not.
         compileall.compile_dir(Path(autopar.__file__).parent, quiet=2)
-        for number, words in enumerate(PLANS, 1):
-            stage(f"plan {number} of {len(PLANS)}")
-            with contextlib.redirect_stdout(io.StringIO()):
-                plan.main(list(words), prog_name="autopar plan", standalone_mode=False)
-        large(Search(dense_problem(), math.inf, 0.0, None, work=0.01))
+        compile_loops(stage)
         _trace_models(tuple(dict.fromkeys(models or names())), strict=bool(models), stage=stage)
     say("the planner is compiled and the models are traced")
+
+
+def compile_loops(stage: Callable[[str], None]) -> None:
+    """Runs every compiled loop once, so that numba keeps its code.
+
+    Args:
+        stage: shows the current stage of work.
+    """
+    from autopar.cli import main
+
+    for words in COMMANDS:
+        stage(f"autopar {' '.join(words)}")
+        with contextlib.redirect_stdout(io.StringIO()):
+            main.main(list(words), prog_name="autopar", standalone_mode=False)
+    stage("solvers")
+    least_memory(np.zeros((1, 1), np.int64), np.zeros((1, 1)))  # where no pipeline fits
+    problem = dense_problem()
+    large(Search(problem, math.inf, 0.0, None, work=0.01))
+    for solver in SOLVERS:
+        solve(problem, solver, time_limit=math.inf, work=0.01)
 
 
 class Counted(Trace):

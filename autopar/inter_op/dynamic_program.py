@@ -22,7 +22,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.loops import entry
+from autopar.loops import entry, inner
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -92,7 +92,7 @@ def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
     return work
 
 
-@entry
+@inner
 def _option(
     time: Floats, top: Floats, fixed: Floats, each: Floats, count: int,
     most: float, memory: float, in_flight: float,

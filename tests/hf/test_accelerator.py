@@ -9,7 +9,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from autopar.errors import OptionError, ProgramError
 from autopar.hf import Accelerator
 from tests.support.one_process import close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import environment_of_launcher, run_ranks
 
 LINE = "cpu: data=2 @1TB/s 1ns"
 ROWS, EPOCHS = 20, 2  # of 2 rows on 2 ranks: 5 batches, in accumulations of 2, 2 and 1
@@ -121,9 +120,7 @@ def refuse() -> None:
 
 
 def on_ranks(folder: Path) -> list[dict[str, Any]]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29513"}
+    os.environ |= environment_of_launcher()
     found = []
     for resumed in (False, True):
         accelerator = Accelerator(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from autopar.errors import BatchError, OptionError
 from autopar.hf import Trainer
 from autopar.hf.losses import ignores_items
-from tests.support.ranks import run_ranks
+from tests.support.ranks import environment_of_launcher, run_ranks
 
 LINE = "cpu: gpu=2 @1TB/s 1ns"
 
@@ -187,9 +186,7 @@ def of_loss(kind: type, folder: Path, loss: str, rows: int = 20) -> transformers
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    os.environ |= environment_of_launcher()
     whole = trained(Trainer, Path(folder) / "run", 2)
     whole.train()
     kept = {k: v.clone() for k, v in whole.model.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from autopar.cli.prepare import dense_problem
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.solvers._large import search_large
+from autopar.intra_op.solvers._large import search_large, usage_tree
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.multipliers import Multipliers
-from autopar.intra_op.solvers._large.usage_tree import swap_all, usage
+from autopar.intra_op.solvers._large.usage_tree import usage
 from autopar.intra_op.solvers._moves import local
 from autopar.intra_op.solvers._search import Search
 from tests.intra_op.test_trees import drawn
@@ -33,22 +34,32 @@ def spread(seed: int, count: int = 40, chords: int = 25) -> Problem:
     return replace(problem, memory_limit=float(np.floor(0.5 * (most + least))))
 
 
+def as_python(loop: Any) -> Any:
+    """Returns a loop as it is without numba."""
+    return getattr(loop, "py_func", loop)
+
+
 @pytest.fixture(scope="module")
 def solved() -> list[tuple[Problem, Solution]]:
     problems = [spread(seed) for seed in range(4)]
     return [(problem, solve(problem, "ilp")) for problem in problems]
 
 
-def test_the_tree_of_usage_follows_changes(solved: list[tuple[Problem, Solution]]) -> None:
-    rng = np.random.default_rng(0)
+def test_the_tree_of_usage_follows_changes(
+    solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Python: compiling a function that calls it takes longer than the test.
+    monkeypatch.setattr(usage_tree, "_add", as_python(usage_tree._add))
+    swap, rng = as_python(usage_tree.swap), np.random.default_rng(0)
     for problem, _ in solved:
         moves = local(flatten(problem))
         choice = np.zeros(len(problem.nodes), dtype=np.int64)
         tree = usage(moves, choice)
         for _ in range(20):
             wanted = np.array([rng.integers(len(node.cost)) for node in problem.nodes])
-            swap_all(moves, tree, choice, wanted)
-            assert (choice == wanted).all()
+            for v, pair in enumerate(zip(choice, wanted, strict=True)):
+                swap(moves, tree, v, *pair)
+            choice = wanted
             assert tree.top[1] == evaluate(problem, choice.tolist()).peak
 
 

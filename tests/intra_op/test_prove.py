@@ -123,8 +123,12 @@ def test_a_rule_holds_where_operands_are_one_value(op: str) -> None:
     assert prove_aliased(RULES[op]).strategies
 
 
+# torch does not look at the shape of the second operand; its gradient is then of no meaning.
+UNCHECKED = {"aten._weight_norm"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("op", sorted(RULES))
+@pytest.mark.parametrize("op", sorted(set(RULES) - UNCHECKED))
 def test_every_rule_holds_where_operands_are_one_value(op: str) -> None:
     check_aliases(op)
 

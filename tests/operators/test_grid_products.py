@@ -21,6 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.resharding.resharder import Resharder
 from autopar.ir.tensor import Layout
 from autopar.operators.exchange import exchanged
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 M, N, K = 144, 192, 288
@@ -158,14 +159,8 @@ def train(mesh: str, form: str) -> tuple[list[float], dict[str, Tensor], str]:
 
 
 def check(mesh: str, form: str, call: str) -> None:
-    alone, losses = model(), []
-    optimizer = sgd(alone.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = alone(**data())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    alone = model()
+    losses = train_plainly(lambda: alone(**data()), sgd(alone.parameters()), 3)
     for got, state, source in run_ranks(train, mesh, form, count=Mesh.parse(mesh).size):
         assert source.count(f"mesh.linear_{call}(") == 2
         assert len(re.findall(rf"mesh\.(?:matmul|mm)_{call}\(", source)) == 1

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -271,13 +272,7 @@ def train(case: int | None) -> list[tuple[list[float], dict[str, Tensor]]]:
             losses = [compiled.step(**batch).item() for _ in range(3)]
             runs.append((losses, compiled.state_dict()))
             continue
-        optimizer, losses = _sgd(model.parameters()), []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = parity.train_plainly(partial(model, **batch), _sgd(model.parameters()), 3)
         runs.append((losses, dict(model.state_dict())))
     return runs
 

@@ -27,6 +27,7 @@ from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from tests.support import models
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 MESH = Mesh.parse("H100: gpu=2")
@@ -180,13 +181,8 @@ def train() -> tuple[list[float], bool]:
 
 def test_a_program_trains_in_the_stages_that_were_found() -> None:
     model, batch = perceptron()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = models.squared_error(model(**batch), **batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    updates = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = train_plainly(lambda: models.squared_error(model(**batch), **batch), updates, 3)
     for found, staged in run_ranks(train, count=2):
         torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
         assert staged

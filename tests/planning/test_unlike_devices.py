@@ -24,6 +24,7 @@ from autopar.planning.pipelines.borders import Messages
 from autopar.planning.pipelines.stages import Devices, even_ends, plan_stages
 from autopar.planning.trace import Trace
 from tests.support import models
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 FAST, SLOW = (f"{name}: gpu=2" for name in ("H100", "V100"))
@@ -134,13 +135,8 @@ def _perceptron() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def test_stages_on_unlike_devices_train_as_one_process() -> None:
     model, batch = _perceptron()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = models.squared_error(model(**batch), **batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    updates = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = train_plainly(lambda: models.squared_error(model(**batch), **batch), updates, 3)
     mesh = "slow[1GFLOP/s 64GiB 1GB/s]: x=1 + fast[2GFLOP/s 64GiB 1GB/s]: y=2"
     for found, devices in run_ranks(train, mesh, count=3):
         torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)

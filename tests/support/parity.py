@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -171,13 +171,13 @@ def optimizer(
 
 
 def train_plainly(
-    model: nn.Module, batch: Batch, updates: torch.optim.Optimizer, steps: int
+    compute_loss: Callable[[], Tensor], updates: torch.optim.Optimizer, steps: int
 ) -> list[float]:
-    """The losses of a model that plain torch trains on one batch."""
+    """Returns the losses of steps in plain torch."""
     losses = []
     for _ in range(steps):
         updates.zero_grad()
-        loss = model(**batch)
+        loss = compute_loss()
         loss.backward()
         updates.step()
         losses.append(loss.item())
@@ -188,7 +188,7 @@ def unsharded(name: str, dtype: torch.dtype, dropout: float) -> Run:
     """The run on one device, without autopar."""
     model, batch = make(name, dtype, dropout)
     torch.manual_seed(1)
-    losses = train_plainly(model, batch, optimizer(model.parameters(), dtype), STEPS)
+    losses = train_plainly(lambda: model(**batch), optimizer(model.parameters(), dtype), STEPS)
     held = sum(parameter.numel() for parameter in model.parameters())
     return Run(losses, dict(model.state_dict()), held)
 

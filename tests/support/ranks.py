@@ -68,6 +68,13 @@ def _on_first_rank(capture: Callable[..., Any], *args: Any) -> Any:
     return from_first_rank(lambda: capture(*args))
 
 
+def environment_of_launcher() -> dict[str, str]:
+    """Returns what torchrun tells a rank; nobody listens at the port, as the ranks have met."""
+    rank, count = str(dist.get_rank()), str(dist.get_world_size())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
+    return given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
 def _rank(
     rank: int,
     count: int,

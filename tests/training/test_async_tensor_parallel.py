@@ -134,7 +134,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_that_of_one_device(case: Case) -> None:
     model, batch = small(case.name)
-    losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
+    losses = train_plainly(lambda: model(**batch), optimizer(model.parameters()), STEPS)
     whole = Run(losses, model.state_dict(), 0)
     count = Mesh.parse(case.mesh).size
     for (apart, before), (beside, called) in run_ranks(

@@ -23,6 +23,7 @@ from autopar.errors import PinError
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 from tests.training.test_families import TOLERANCE, Run, sgd
 
@@ -187,13 +188,7 @@ def make(name: str, explicit: bool = False) -> tuple[nn.Module, dict[str, Tensor
 
 def train_whole(name: str) -> Run:
     model, batch = make(name, explicit=True)
-    optimizer, losses = sgd(model.parameters()), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(**batch), sgd(model.parameters()), STEPS)
     return Run(losses, dict(model.state_dict()))
 
 

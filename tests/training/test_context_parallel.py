@@ -123,7 +123,7 @@ def train(mesh: str, form: str, model: nn.Module, batch: Batch, recompute: str =
 
 
 def plainly(model: nn.Module, batch: Batch) -> Run:
-    losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
+    losses = train_plainly(lambda: model(**batch), optimizer(model.parameters()), STEPS)
     return Run(losses, model.state_dict(), 0)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 # Links on which only bytes count: even small logits are worth leaving where they are.
@@ -99,14 +100,7 @@ def on_rank() -> dict[str, Any]:
 
 def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
     model, batch, _ = made(name)
-    optimizer = OPTIMIZER(model.parameters())
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(**batch), OPTIMIZER(model.parameters()), 4)
     return losses, model.state_dict()
 
 

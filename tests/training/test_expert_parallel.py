@@ -22,6 +22,7 @@ from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 from tests.support.mixtures import MIXTURES, mixture
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 from tests.training.test_families import GRID, LINE, STEPS, TOLERANCE, Run, sgd
 
@@ -31,13 +32,8 @@ Runs = dict[str, tuple[str, ...]]  # models, and the ways in which each is train
 def train_whole(name: str) -> Run:
     """On one device, by the library's own loop over experts."""
     model, batch = mixture(name, "eager")
-    optimizer, losses = sgd([p for p in model.parameters() if p.requires_grad]), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch)["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    updates = sgd([p for p in model.parameters() if p.requires_grad])
+    losses = train_plainly(lambda: model(**batch)["loss"], updates, STEPS)
     return Run(losses, dict(model.state_dict()))
 
 

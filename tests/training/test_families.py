@@ -21,6 +21,7 @@ from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 from tests.support.families import FAMILIES, make
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 # Slow devices on fast links: even small tensors are worth splitting.
@@ -63,15 +64,14 @@ def train_whole(name: str) -> Run:
     """On one device, without autopar."""
     # Outside of a trace, grouped products are torch's own, which knows no float64.
     model, batch = make(name.removesuffix("_grouped"))
-    optimizer, losses = sgd([p for p in model.parameters() if p.requires_grad]), []
-    torch.manual_seed(1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+
+    def compute_loss() -> Tensor:
         output = model(**batch)
-        loss = output if isinstance(output, Tensor) else output["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        return output if isinstance(output, Tensor) else output["loss"]
+
+    updates = sgd([p for p in model.parameters() if p.requires_grad])
+    torch.manual_seed(1)
+    losses = train_plainly(compute_loss, updates, STEPS)
     return Run(losses, dict(model.state_dict()))
 
 

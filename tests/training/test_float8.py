@@ -20,6 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.operators.narrow.float8_linear import Scaling, float8_linear
 from autopar.pins import data_parallel, megatron, megatron_sp
 from autopar.runtime.communication.group import Group
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 BY_ROW = {"float8": False, "float8-rows": True}
@@ -127,14 +128,8 @@ def by_hand(by_row: bool | None, steps: int = STEPS) -> list[float]:
     for module in model.modules():
         if isinstance(module, Linear):
             module.by_row = by_row
-    updates, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
-    for _ in range(steps):
-        updates.zero_grad()
-        loss = model(**batch())
-        loss.backward()
-        updates.step()
-        losses.append(loss.item())
-    return losses
+    updates = torch.optim.SGD(model.parameters(), lr=RATE)
+    return train_plainly(lambda: model(**batch()), updates, steps)
 
 
 # Products ----------------------------------------------------------------------------------------

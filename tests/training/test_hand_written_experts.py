@@ -26,6 +26,7 @@ from tests.support.expert_loops import (
     Plain,
     mistral,
 )
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 from tests.training.test_expert_parallel import WAYS, only
 from tests.training.test_families import STEPS, TOLERANCE, Run, sgd
@@ -60,14 +61,8 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def train_whole(name: str) -> Run:
     """On one device, by the loop itself."""
     model, batch = make(name)
-    optimizer, losses = sgd(list(model.parameters())), []
     torch.manual_seed(1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(**batch), sgd(model.parameters()), STEPS)
     return Run(losses, dict(model.state_dict()))
 
 

@@ -18,6 +18,7 @@ from autopar.errors import CaptureError, ProgramError
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.operators.own_functions import find
 from autopar.stage_plan import StagePlan
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 MESH = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
@@ -153,13 +154,7 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
 
 def unsharded(name: str) -> tuple[list[float], dict[str, Tensor]]:
     model, x = made(name)
-    optimizer, losses = descent(model.parameters()), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(x), descent(model.parameters()), 3)
     return losses, model.state_dict()
 
 

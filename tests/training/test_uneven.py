@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 # A slow device with quick links: even small models are worth splitting.
@@ -100,14 +101,7 @@ def trained_on_rank(shapes: tuple[Shape, ...]) -> list[tuple[list[float], dict[s
 def trained_alone(
     model: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer = OPTIMIZER(model.parameters())
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(**batch), OPTIMIZER(model.parameters()), 3)
     return losses, model.state_dict()
 
 

@@ -13,6 +13,7 @@ from autopar.errors import PlanError, RuleError, UnknownOperatorError
 from autopar.intra_op.rule_table import table
 from autopar.intra_op.rules import rules
 from autopar.plan import Plan
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 
 MESH = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
@@ -68,14 +69,7 @@ def made() -> tuple[nn.Module, Tensor]:
 
 def unsharded() -> tuple[list[float], dict[str, Tensor]]:
     model, x = made()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(lambda: model(x), torch.optim.AdamW(model.parameters()), 3)
     return losses, model.state_dict()
 
 

@@ -31,7 +31,7 @@ from autopar.intra_op.proofs.case import (
     read_example,
     read_node,
 )
-from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.strategy import Strategy, form_strategies, strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
@@ -95,7 +95,7 @@ def prove_forms(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
 
 
 def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
-    """Proves a rule with one value in the place of several operands, where torch accepts that.
+    """Proves a rule with one value in the place of several operands; see `aliased`.
 
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
@@ -111,7 +111,7 @@ def aliased(case: Case) -> Case | None:
     The largest operand of a dtype replaces all of them, or else one of several of equal type.
 
     Returns:
-        None if no operands have equal types, or torch rejects such calls.
+        None if no operands have equal types, or torch or the rule rejects such calls.
     """
     ordered = sorted(case.operands, key=Tensor.numel, reverse=True)
     for alike in (_dtype, tensor_type):
@@ -125,9 +125,11 @@ def aliased(case: Case) -> Case | None:
             for value in case.operands
         ]
         try:
-            return read_call(case.rule, case.node, copies)
+            same = read_call(case.rule, case.node, copies)
+            resolve(case.rule, same.node, same.types, same.node.types)
         except RuleError:
             continue
+        return same
     return None
 
 

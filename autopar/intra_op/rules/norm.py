@@ -64,9 +64,10 @@ def _instance_norm(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _weight_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """w = g v / |v|, the norm taken over all dimensions but one, which g has."""
-    (dim,) = dimensions(argument(node, 2, "dim", 0), len(types[0].shape))
-    names = [n if i == dim else f"{n}!" for i, n in enumerate(letters(len(types[0].shape)))]
+    """w = g v / |v|, the norm taken over all dimensions but one, which g has; over all for -1."""
+    rank, dim = len(types[0].shape), argument(node, 2, "dim", 0)
+    kept = () if dim == -1 else dimensions(dim, rank)
+    names = [n if i in kept else f"{n}!" for i, n in enumerate(letters(rank))]
     return f"{' '.join(names)}, {broadcast(names, types[1])} -> {' '.join(names)}"
 
 
@@ -116,7 +117,7 @@ RULES = (
     rule(
         "aten._weight_norm",
         _weight_norm,
-        examples=("f64[4, 6], f64[4, 1]", "f64[4, 6, 2], f64[1, 6, 1], 1"),
+        examples=("f64[4, 6], f64[4, 1]", "f64[4, 6, 2], f64[1, 6, 1], 1", "f64[4, 6], f64[], -1"),
     ),
     rule(
         "aten.group_norm",

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel
+from tests.support.parity import train_plainly
 from tests.support.ranks import run_ranks
 from tests.support.state_sharding import Calls, recorded
 
@@ -70,15 +71,8 @@ def _reductions(calls: Calls) -> Counter[tuple[str, ...]]:
 
 def plain() -> list[float]:
     model = Experts().double()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(STEPS + 1):
-        optimizer.zero_grad()
-        loss = model(**BATCH)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses[1:]
+    updates = torch.optim.AdamW(model.parameters())
+    return train_plainly(lambda: model(**BATCH), updates, STEPS + 1)[1:]
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,8 @@ def test_recording_costs_microseconds() -> None:
     recorder, rounds = Recorder(), 2000
     best = 1.0
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(rounds):
             recorder.end(recorder.begin("all", EVERYONE, "all_reduce", 8))
-        best = min(best, (time.perf_counter() - began) / rounds)
+        best = min(best, (time.process_time() - began) / rounds)
     assert best < 50e-6

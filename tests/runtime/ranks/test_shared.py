@@ -184,5 +184,4 @@ def of_unequal_numbers() -> float:
 
 def test_ranks_with_unequal_numbers_of_groups_make_one_together() -> None:
     """As survivors of a loss do, of which some have not ended their old groups."""
-    patience = timedelta(seconds=10)
-    assert run_ranks(of_unequal_numbers, count=3, patience=patience) == [0.0, 3.0, 3.0]
+    assert run_ranks(of_unequal_numbers, count=3) == [0.0, 3.0, 3.0]

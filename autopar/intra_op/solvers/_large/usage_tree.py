@@ -87,11 +87,3 @@ def swap(s: Local, u: Usage, v: int, old: int, new: int) -> None:
         more = s.nbytes[s.begin[p] + new] - s.nbytes[s.begin[p] + old]
         if more != 0:
             _add(u, s.low[p], s.high[p], more)
-
-
-@entry
-def swap_all(s: Local, u: Usage, choice: Ints, wanted: Ints) -> None:
-    """Replaces a choice, and its bytes, by another one."""
-    for v in range(len(choice)):
-        swap(s, u, v, choice[v], wanted[v])
-        choice[v] = wanted[v]
