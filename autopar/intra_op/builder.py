@@ -21,7 +21,7 @@ from autopar.errors import UnknownOperatorError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.memory.allocations import Rows
-from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
+from autopar.intra_op.memory.lifetimes import pieces_of
 from autopar.intra_op.node_choices import Option, accumulating, fixed_cache, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices, Side, Undominated, split_alike
@@ -82,7 +82,7 @@ class Builder:
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator, given.recompute, given.offload)
+        self.alive = prices.lifetimes(graph, self.accelerator, given.recompute, given.offload)
         self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
         away = given.offload.optimizer
         self.fused_update = given.fused_update and self.accelerator and not away

@@ -7,7 +7,7 @@ each operator with their kernels and memory. Operators that differ only in names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from autopar.cost.model import Checked, CostModel
 from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
 from autopar.intra_op.axis_runs import most_runs
 from autopar.intra_op.memory.allocations import OperandFacts, Rows, amounts, operand_facts
+from autopar.intra_op.memory.lifetimes import Lifetimes, lifetimes
 from autopar.intra_op.node_choices import (
     AllowedStorages,
     Option,
@@ -31,7 +32,9 @@ from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.crossing import gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.precision import Precision
+from autopar.ir.recompute import Recompute
 from autopar.ir.resharding import Resharder, Reshardings
 from autopar.ir.stage_graphs import is_sent
 from autopar.ir.storage import Storage
@@ -104,10 +107,20 @@ class Prices:
         # By the keys of sides: the choices, their distinct layouts, and which of these each has.
         self._sides: dict[Hashable, tuple[Side, tuple[Layout, ...], list[int]]] = {}
         self._resharded: dict[Hashable, NDArray[np.float64]] = {}
+        self._alive: tuple[Graph, object, Lifetimes] | None = None
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
         return self.collective.resharder(precision)
+
+    def lifetimes(
+        self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute], offload: Offload
+    ) -> Lifetimes:
+        """Returns `lifetimes`, kept until another graph is asked for: pins do not change them."""
+        asked = accelerator, dict(recompute), offload
+        if self._alive is None or self._alive[0] is not graph or self._alive[1] != asked:
+            self._alive = graph, asked, lifetimes(graph, *asked)
+        return self._alive[2]
 
     def reshardings(
         self, resharder: Resharder, tensor: TensorType, rows: Side, columns: Side, grad: bool

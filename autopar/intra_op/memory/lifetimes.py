@@ -160,12 +160,12 @@ class _Step:
 
     def _returns(self) -> dict[str, int]:
         """Returns for each operator the moment at which its function returns."""
-        return {
-            name: max(self.place[other] for other in block if other in self.place)
-            for repeat in self.graph.repeats
-            for block in repeat.iterations
-            for name in block
-        }
+        found: dict[str, int] = {}
+        for repeat in self.graph.repeats:
+            for block in repeat.iterations:
+                last = max(self.place[name] for name in block if name in self.place)
+                found |= dict.fromkeys(block, last)
+        return found
 
     def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
