@@ -277,7 +277,6 @@ def command(
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(spec, options, tracer)
-        stage("strategies")
         best = make_plan(graph, mesh, options, tracer)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
         prices, peak = cost_model(mesh, options), best.predicted.peak_bytes

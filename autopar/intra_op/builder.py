@@ -21,10 +21,10 @@ from autopar.errors import UnknownOperatorError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.memory.allocations import Rows
-from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
+from autopar.intra_op.memory.lifetimes import pieces_of
 from autopar.intra_op.node_choices import Option, accumulating, fixed_cache, storages
 from autopar.intra_op.pins.layout_pins import Pins
-from autopar.intra_op.price_cache import Prices
+from autopar.intra_op.price_cache import Prices, Side, Undominated, split_alike
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.storage_choices import (
@@ -38,13 +38,11 @@ from autopar.ir.fusion.async_tensor_parallel import OverlappableLinears
 from autopar.ir.graph import EXTEND, WRITE, Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
-from autopar.ir.tensor import Layout, TensorType
-from autopar.ir.update import Rule
+from autopar.ir.tensor import Layout
 from autopar.lower.parameter_keys import leaf_key
 from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
-Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their prices
 
 
 class Builder:
@@ -72,7 +70,6 @@ class Builder:
         self.graph, self.table, self.pins = graph, table, pins
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.resharder = prices.resharder(given.precision)
-        self.alike: dict[tuple[TensorType, bool, Rule, float, bool], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names, self.replicated = list[str](), list[str]()
@@ -85,7 +82,7 @@ class Builder:
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator, given.recompute, given.offload)
+        self.alive = prices.lifetimes(graph, self.accelerator, given.recompute, given.offload)
         self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
         away = given.offload.optimizer
         self.fused_update = given.fused_update and self.accelerator and not away
@@ -129,11 +126,13 @@ class Builder:
                 )
             self.replicated.append(node.name)
         options = self.pins.keep(node, fixed_cache(node, every, self.given.stored))
-        left = set(options)
-        kernels, sent = (
-            [seconds for option, seconds in zip(every, each, strict=True) if option in left]
-            for each in paid
-        )
+        if len(options) < len(every):
+            left = set(options)
+            paid = [
+                tuple(seconds for one, seconds in zip(every, each, strict=True) if one in left)
+                for each in paid
+            ]
+        kernels, sent = paid
         count = self.graph.multiplicity[node.name]
         again = self.again.get(node.name, 0)
         asked = tuple((count + again) * forward + count * backward for forward, backward in sent)
@@ -183,8 +182,11 @@ class Builder:
         self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
         self.position[node.name] = self.position[share.name]
 
-    def _stored(self, node: Node, share: Node) -> Stored:
-        """Returns a parameter's remaining choices, cached for equal parameters without pins."""
+    def _stored(self, node: Node, share: Node) -> Undominated:
+        """Returns a parameter's remaining choices, cached for equal parameters without pins.
+
+        Problems that differ in other ways have the same: of other layers, or blocks recomputed.
+        """
         rule = self.given.update.rule(node.target, node.type.shape)
         named = self.pins.names_any(share)
         readers = map(self.graph.__getitem__, self.graph.users[share.name])
@@ -197,14 +199,20 @@ class Builder:
         )
         left = self.pins.keep(share, every)
         pinned = named or allowed is not every_allowed
-        alike = (node.type, node.requires_grad, rule, self._again(share), complete)
-        if alike in self.alike and not pinned:
-            return self.alike[alike]
-        among, pairs = set(left), zip(every, traffic, strict=True)
-        costs = [self._stored_cost(share, each) for option, each in pairs if option in among]
+        paid = given.microbatches, self.waits, self._again(share), self.away, self.fused_update
+        alike = (
+            node.type, node.requires_grad, rule, complete, allowed, given.bucket, given.precision,
+            given.execution, *paid,
+        )  # fmt: skip
+        if alike in self.prices.undominated and not pinned:
+            return self.prices.undominated[alike]
+        if len(left) < len(every):
+            among, pairs = set(left), zip(every, traffic, strict=True)
+            traffic = tuple(each for option, each in pairs if option in among)
+        costs = [self._stored_cost(share, each) for each in traffic]
         remaining = undominated(left, costs)
         if not pinned:
-            self.alike[alike] = remaining
+            self.prices.undominated[alike] = remaining
         return remaining
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
@@ -346,54 +354,46 @@ class Builder:
         """
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
-        rows = [option.results[0] for option in self.options[a]]
-        columns = [option.operands[index] for option in self.options[b]]
-        sources, targets = (
-            {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
-        )
-        sides = tuple(sources), tuple(targets)
-        price = count * self.resharder.costs(tensor, *sides, grad)
-        if again:
-            price += again * self.resharder.costs(tensor, *sides, False)
-        matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
-        # If an operator reads a value twice in one layout, it is sent once.
-        twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
-        sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
-        matrix = np.where(sent, 0.0, matrix)
+        sides = Side(self.options[a]), Side(self.options[b], index)
         # A copy in another layout would be written instead.
         if node.op in (EXTEND, WRITE) and index == 0:
-            alike = [[row.dims == column.dims for column in columns] for row in rows]
-            return Edge(a, b, np.where(np.array(alike), 0.0, FORBIDDEN))
-        return Edge(a, b, self._gathered_once(source, node, index, matrix))
+            return Edge(a, b, np.where(split_alike(*sides), 0.0, FORBIDDEN))
+        matrix = count * self.prices.reshardings(self.resharder, tensor, *sides, grad)
+        if again:
+            matrix += again * self.prices.reshardings(self.resharder, tensor, *sides, False)
+        # If an operator reads a value twice in one layout, it is sent once.
+        twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
+        if twice:
+            sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
+            matrix[:, sent] = 0.0
+        return Edge(a, b, self._gathered_once(source, node, sides, matrix))
 
-    def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
+    def _gathered_once(
+        self, source: str, node: Node, sides: tuple[Side, Side], cost: Matrix
+    ) -> Matrix:
         """Forbids gathering a parameter after its share, or after a transpose of the share.
 
         The share can do so at no higher price, and there the memory of the copy is counted.
         """
-        a, b = self.position[source], self.position[node.name]
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[self._source(root.inputs[0])]
         has_gradient = self.given.allowed_storages is not None and root.requires_grad
         if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # The plan states where a gradient is reduced, so it is not reduced after the share.
-            given = [set(option.results[0].varying) for option in self.options[a]]
-            asked = [set(option.operands[index].varying) for option in self.options[b]]
+            given, asked = ([set(one.varying) for one in side.layouts] for side in sides)
             aside = np.array([[not more <= less for more in asked] for less in given])
             cost = np.where(aside, FORBIDDEN, cost)
         stored = [option.stored for option in self.options[self.position[root.name]]]
         if not self.limited or stored[0] is None or len(self.graph.users[source]) > 1:
             return cost
-        rows = [option.results[0].dims for option in self.options[a]]
-        columns = [option.operands[index].dims for option in self.options[b]]
-        alike = np.array([[row == column for column in columns] for row in rows])
-        total, group = cost, np.zeros(len(rows), dtype=np.int64)
+        alike = split_alike(*sides)
+        total, group = cost, np.zeros(len(alike), dtype=np.int64)
         if root.name == source:
-            total = cost + np.array(self.choices[a].cost)[:, None]
+            total = cost + np.array(self.choices[self.position[source]].cost)[:, None]
             # Among layouts with equal bytes, only one is considered.
             nbytes = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
             group = np.unique(nbytes, return_inverse=True)[1]
-        least = np.full((group.max() + 1, len(columns)), np.inf)
+        least = np.full((group.max() + 1, alike.shape[1]), np.inf)
         np.minimum.at(least, group, np.where(alike, total, np.inf))
         return np.where(~alike & (least[group] <= total * (1 + 1e-9)), FORBIDDEN, cost)

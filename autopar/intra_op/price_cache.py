@@ -7,12 +7,17 @@ each operator with their kernels and memory. Operators that differ only in names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.model import Checked, CostModel
 from autopar.cost.overlap import TAKE_TURNS, hidden_in_turns
 from autopar.intra_op.axis_runs import most_runs
 from autopar.intra_op.memory.allocations import OperandFacts, Rows, amounts, operand_facts
+from autopar.intra_op.memory.lifetimes import Lifetimes, lifetimes
 from autopar.intra_op.node_choices import (
     AllowedStorages,
     Option,
@@ -22,16 +27,18 @@ from autopar.intra_op.node_choices import (
     stored_option,
 )
 from autopar.intra_op.rule import OpRule, Signature
-from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
+from autopar.intra_op.storage_choices import StoredCost, StoredTraffic, stored_traffic
 from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.crossing import gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.precision import Precision
+from autopar.ir.recompute import Recompute
 from autopar.ir.resharding import Resharder, Reshardings
 from autopar.ir.stage_graphs import is_sent
 from autopar.ir.storage import Storage
-from autopar.ir.tensor import TensorType
+from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.update import Rule
 from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
@@ -40,6 +47,36 @@ from autopar.operators.forms import form_named
 Seconds = tuple[float, float]  # forward and backward
 Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
 Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
+Undominated = tuple[tuple[Option, ...], tuple[StoredCost, ...]]
+
+
+class Side(NamedTuple):
+    """One end of an edge: the choices of its node and, at the reading end, the operand's place."""
+
+    options: tuple[Option, ...]
+    operand: int | None = None
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Layout of the value under each choice."""
+        at = self.operand
+        return [one.results[0] if at is None else one.operands[at] for one in self.options]
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """A key of these choices while they exist, which costs less than all their layouts."""
+        return id(self.options), self.operand
+
+
+def split_alike(rows: Side, columns: Side) -> NDArray[np.bool_]:
+    """Returns for each pair of choices whether their layouts split the same dimensions."""
+    number: dict[object, int] = {}
+    given, asked = (
+        np.array([number.setdefault(layout.dims, len(number)) for layout in side.layouts])
+        for side in (rows, columns)
+    )
+    alike: NDArray[np.bool_] = given[:, None] == asked
+    return alike
 
 
 class Prices:
@@ -51,6 +88,10 @@ class Prices:
         mesh: the devices.
         model: prices, in seconds.
         complete: whether to return all choices also on many axes, see `axis_runs.py`.
+
+    Attributes:
+        undominated: choices of parameters that are worth their memory, with their prices; the
+            builder of problems keeps them here by all that they depend on.
     """
 
     def __init__(self, mesh: Mesh, model: CostModel, complete: bool = False) -> None:
@@ -62,10 +103,49 @@ class Prices:
         self._choices: dict[Hashable, int] = {}
         self._allocated: dict[tuple[Hashable, OperandFacts, bool, int], Rows] = {}
         self._stored: dict[Hashable, Stored] = {}
+        self.undominated: dict[Hashable, Undominated] = {}
+        # By the keys of sides: the choices, their distinct layouts, and which of these each has.
+        self._sides: dict[Hashable, tuple[Side, tuple[Layout, ...], list[int]]] = {}
+        self._resharded: dict[Hashable, NDArray[np.float64]] = {}
+        self._alive: tuple[Graph, object, Lifetimes] | None = None
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""
         return self.collective.resharder(precision)
+
+    def lifetimes(
+        self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute], offload: Offload
+    ) -> Lifetimes:
+        """Returns `lifetimes`, kept until another graph is asked for: pins do not change them."""
+        asked = accelerator, dict(recompute), offload
+        if self._alive is None or self._alive[0] is not graph or self._alive[1] != asked:
+            self._alive = graph, asked, lifetimes(graph, *asked)
+        return self._alive[2]
+
+    def reshardings(
+        self, resharder: Resharder, tensor: TensorType, rows: Side, columns: Side, grad: bool
+    ) -> NDArray[np.float64]:
+        """Returns the seconds from each layout of one side to each of the other, as a new array.
+
+        Problems have most of their edges in common: `operator` and `undominated` return the same
+        choices again, so that their prices are known by them.
+        """
+        (one, sources, here), (other, targets, there) = map(self._side, (rows, columns))
+        key = resharder, tensor, one.key, other.key, grad
+        if key not in self._resharded:
+            self._resharded[key] = resharder.costs(tensor, sources, targets, grad)
+        return self._resharded[key][np.ix_(here, there)]
+
+    def _side(self, side: Side) -> tuple[Side, tuple[Layout, ...], list[int]]:
+        if side.key not in self._sides:
+            place: dict[Layout, int] = {}
+            where = [place.setdefault(layout, len(place)) for layout in side.layouts]
+            self._sides[side.key] = (
+                side,
+                tuple(place),
+                where,
+            )  # as long as it exists, so does its id
+        return self._sides[side.key]
 
     def stored(
         self,

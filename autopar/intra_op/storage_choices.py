@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
@@ -27,6 +30,8 @@ from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import LocalState, Rule, nbytes_in, owner_hops, states_of
 from autopar.ir.update.ownership import OWNERS
+
+States = Callable[[bool, bool], tuple[LocalState, ...]]
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,8 @@ class StoredCost:
         gradient = max(self.nbytes["gradient"], self.nbytes["accumulated"]) if trained else 0.0
         return self.nbytes["leaf"] + self.nbytes["gathered"] + gradient
 
-    def dominates(self, other: StoredCost) -> bool:
-        """Returns whether it is at least as good in every respect."""
-        pairs = zip(self._parts, other._parts, strict=True)
-        return all(own <= its * (1 + 1e-12) for own, its in pairs) and all(
-            self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
-        )
-
-    @cached_property
-    def _parts(self) -> tuple[float, ...]:
+    @property
+    def parts(self) -> tuple[float, ...]:
         """Returns the seconds that are exposed, hidden by the backward, hidden by the forward."""
         behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
@@ -97,8 +95,8 @@ class StoredTraffic:
         seconds: its collectives, each once, by when they run; see `storage.Hop`.
         nbytes: bytes of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s
             type.
-        states: returns its states, given whether they are in host memory, and whether a kernel
-            updates parts in flat buffers.
+        state_bytes: returns the bytes of its states on the device and in host memory, given whether
+            they are kept in host memory, and whether a kernel updates parts in flat buffers.
         separate_gathers: whether it is gathered separately for the forward and for the backward.
         reducing: peak bytes of its gradient during the reduction.
         at_end: whether gradients are reduced after the backward, all at once.
@@ -110,7 +108,7 @@ class StoredTraffic:
 
     seconds: dict[str, float]
     nbytes: dict[str, float]
-    states: Callable[[bool, bool], tuple[LocalState, ...]]
+    state_bytes: Callable[[bool, bool], tuple[float, float]]
     separate_gathers: tuple[bool, bool]
     reducing: float
     at_end: bool
@@ -152,8 +150,7 @@ class StoredTraffic:
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_separate, backward_separate = self.separate_gathers
         reduction_scratch = max(self.reducing - updated, 0.0)
-        states = self.states(away is not None, fused)
-        state, host = (nbytes_in(states, place) for place in ("device", "host"))
+        state, host = self.state_bytes(away is not None, fused)
         coming = 0.0 if away is None else host * away.seconds
         nbytes: dict[Role, float] = {
             "leaf": self.nbytes["held"] + state + self.residual,
@@ -230,13 +227,19 @@ def stored_traffic(
         before = after
     levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
     states = partial(states_of, rule, storage, tensor, mesh, precision) if trained else _no_states
+    state_bytes = cache(partial(_state_bytes, states))
     residual = float(sum(hop.residual for hop in hops))
     arriving = sent if any(hop.when == "accumulate" for hop in hops) else tensor
     gradient = float(storage.grads.local_bytes(arriving, mesh))
     added = model.compute(accumulation_work(gradient, nbytes["grads"], own.dtype)) * trained
     return StoredTraffic(
-        seconds, nbytes, states, separate, max(levels), at_end, residual, added, copied
+        seconds, nbytes, state_bytes, separate, max(levels), at_end, residual, added, copied
     )
+
+
+def _state_bytes(states: States, away: bool, in_parts: bool) -> tuple[float, float]:
+    kept = states(away, in_parts)
+    return nbytes_in(kept, "device"), nbytes_in(kept, "host")
 
 
 def _no_states(away: bool, in_parts: bool) -> tuple[LocalState, ...]:
@@ -311,15 +314,26 @@ def undominated(
 
     Choices that split no state stay: at equal price they are the plainest (see `polish`).
     """
-    kept: dict[object, list[int]] = {}
-    plain: list[int] = []
-    for at, (option, cost) in enumerate(zip(options, costs, strict=True)):
-        if option.storage is not None and not option.storage.axes("updated"):
-            plain.append(at)
-            continue
-        rivals = kept.setdefault(option.results, [])
-        if not any(costs[rival].dominates(cost) for rival in rivals):
-            rivals[:] = [rival for rival in rivals if not cost.dominates(costs[rival])]
-            rivals.append(at)
-    left = sorted([*plain, *(at for rivals in kept.values() for at in rivals)])
+    left: list[int] = []
+    used_alike: dict[object, list[int]] = {}
+    for at, option in enumerate(options):
+        plain = option.storage is not None and not option.storage.axes("updated")
+        (left if plain else used_alike.setdefault(option.results, [])).append(at)
+    for places in used_alike.values():
+        better = _dominates([costs[at] for at in places])
+        kept: list[int] = []
+        for at in range(len(places)):
+            if not better[kept, at].any():
+                kept = [rival for rival in kept if not better[at, rival]] + [at]
+        left += [places[at] for at in kept]
+    left.sort()
     return tuple(options[at] for at in left), tuple(costs[at] for at in left)
+
+
+def _dominates(costs: Sequence[StoredCost]) -> NDArray[np.bool_]:
+    """Returns for each pair of choices whether the first is at least as good in every respect."""
+    seconds = np.array([cost.parts for cost in costs])
+    nbytes = np.array([tuple(cost.nbytes.values()) for cost in costs])
+    faster = seconds[:, None] <= seconds[None] * (1 + 1e-12)
+    smaller = nbytes[:, None] <= nbytes[None]
+    return np.logical_and(faster.all(axis=2), smaller.all(axis=2))

@@ -99,6 +99,7 @@ def make_plan(
         except InfeasibleError:
             if not can_be_complete(mesh):
                 raise
+            trace.tell("nothing fits so far: all layouts of three axes")
             return planned(options, mesh, Prices(mesh, cost_model(mesh, options), complete=True))
 
     if repeated:
@@ -236,6 +237,8 @@ class Planner:
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
+        again = " and ".join(dict.fromkeys(map(str, recompute.values()))) or "nothing"
+        self.trace.tell(f"strategies with {again} recomputed")
         built = self._build(offload, recompute)
         if self.repeated is not None:
             built = self.repeated.of(built, self.graph, self.mesh)
@@ -244,6 +247,7 @@ class Planner:
             self.trace("problem.json", lambda: format_problem(limited))
 
         def chosen(gap: float, allowed: float, before: Fitted | None) -> Fitted:
+            self.trace.tell(f"solve with {again} recomputed")
             choice, solution = solved(built, options.solver, allowed, before, gap)
             plan = StagePlan(
                 self._fingerprint,

@@ -22,6 +22,9 @@ class Trace:
         self.folder = None if folder is None else Path(folder)
         self.count = 0
 
+    def tell(self, doing: str) -> None:
+        """Hears what planning does now; a command shows it."""
+
     def __call__(self, name: str, text: Callable[[], str]) -> None:
         """Writes one value with a heading that names the pass that constructed it.
 

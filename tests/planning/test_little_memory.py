@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InfeasibleError, OptionError
 from autopar.planning import planner
+from autopar.planning.trace import Trace
 from tests.support.refusals import planned, refused
 
 
@@ -70,6 +71,9 @@ def test_memory_that_is_no_size_is_refused(memory: float) -> None:
 def test_on_three_axes_all_choices_are_searched_before_anything_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Trace, "tell", lambda self, doing: told.append(doing))
+
     def plan() -> autopar.Plan:
         return autopar.plan(
             Perceptron(), "H100: d=2, r=4, c=4", example_inputs={"x": torch.empty(128, 256)},
@@ -77,6 +81,8 @@ def test_on_three_axes_all_choices_are_searched_before_anything_is_refused(
         )  # fmt: skip
 
     assert plan().predicted.peak_bytes <= 650_000
+    assert any("all layouts of three axes" in doing for doing in told)
+    assert {doing.split()[0] for doing in told} >= {"strategies", "solve"}
     monkeypatch.setattr(planner, "can_be_complete", lambda mesh: False)
     monkeypatch.setattr(planner, "with_remedies", lambda planned, *given: planned(*given))
     with pytest.raises(InfeasibleError):

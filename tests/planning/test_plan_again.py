@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ from torch import nn
 from autopar.errors import InfeasibleError
 from autopar.explain import decisions
 from autopar.intra_op.build import Built, build
+from autopar.intra_op.memory.lifetimes import lifetimes
+from autopar.intra_op.price_cache import Prices
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import Resharder
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan, plan_again
+from autopar.planning.prices import cost_model
 from autopar.planning.recomputation import GAP
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
@@ -129,3 +134,25 @@ def test_no_other_devices_are_tried_if_nothing_fits(builds: list[str]) -> None:
     with pytest.raises(InfeasibleError):
         plan_again(graph(), tight(), little, Trace(None))
     assert len(builds) == 1
+
+
+def test_alternatives_to_one_plan_share_prices_and_lifetimes() -> None:
+    """As `why` asks for them: the second differs from the first in one more pin."""
+    known, plan = Prices(MESH, cost_model(MESH, Options())), tight()
+    first = otherwise(plan)
+    assert isinstance(first.pins, dict)
+    second = replace(first, pins={**first.pins, "blocks.*.down.weight": "[8, 64]"})
+    plans, priced = [], []
+    with (
+        patch("autopar.intra_op.price_cache.lifetimes", wraps=lifetimes) as found,
+        patch.object(Resharder, "costs", autospec=True, side_effect=Resharder.costs) as costs,
+    ):
+        for options in (first, second):
+            before = costs.call_count
+            plans.append(plan_again(graph(), plan, options, Trace(None), known=known))
+            priced.append(costs.call_count - before)
+    assert found.call_count == 1
+    assert priced[1] < priced[0] / 2
+    alone = plan_again(graph(), plan, second, Trace(None))
+    assert plans[1].nodes == alone.nodes
+    assert plans[1].predicted == alone.predicted

@@ -71,10 +71,12 @@ class Stages(Trace):
         super().__init__(folder)
         self.stage = stage
 
+    def tell(self, doing: str) -> None:
+        """Reports what planning does now."""
+        self.stage(doing)
+
     def __call__(self, name: str, text: Callable[[], str]) -> None:
         """Writes one value; raises ProgramError if it cannot be written."""
-        if name == "problem.json":
-            self.stage("solve")
         with writing(self.folder):
             super().__call__(name, text)
 

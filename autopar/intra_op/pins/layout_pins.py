@@ -196,6 +196,8 @@ class Pins:
                 if (pin.shape != node.type.shape and not pin.anywhere) or not agree:
                     raise self._unfit(key, pin, node, options)
                 fitting.append((key, pin, agree))
+        if not fitting:
+            return options
         left = frozenset(range(len(options))).intersection(*(agree for _, _, agree in fitting))
         if not left:
             raise self._contradiction(fitting, node, options)

@@ -81,14 +81,13 @@ class StageProblem:
             built.problem.nodes, self.copies, self.further, self.grows, strict=True
         ):
             ratio = 1.0 if run < 0 else ratios[run]
-            cost = tuple(ratio * seconds for seconds in node.cost)
-            held = tuple(
-                ratio * (max(nbytes, more) + own + (in_flight - 1) * more)
-                for nbytes, more, own in zip(
-                    built.sums.get(node.name, (0.0,) * len(cost)), kept, extra, strict=True
-                )
+            more = np.array(kept)
+            alone = np.maximum(built.sums.get(node.name, 0.0), more) + np.array(extra)
+            held = ratio * (alone + (in_flight - 1) * more)
+            cost = ratio * np.array(node.cost)
+            nodes.append(
+                Choices(node.name, node.labels, tuple(cost.tolist()), tuple(held.tolist()), (0, 1))
             )
-            nodes.append(Choices(node.name, node.labels, cost, held, (0, 1)))
         edges = tuple(
             edge if run < 0 or ratios[run] == 1 else Edge(edge.a, edge.b, ratios[run] * edge.cost)
             for edge, run in zip(built.problem.edges, self.edges, strict=True)

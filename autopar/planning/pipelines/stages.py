@@ -23,6 +23,7 @@ from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
+from autopar.planning.pipelines.alike_stages import preparing
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
     in_flight,
@@ -222,9 +223,9 @@ def plan_stages(
 
 def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
     """Returns the prepared graphs of a normalised graph's stages; raises StageError as `cut`."""
-    stages = []
+    stages, prepared = [], preparing()
     for number, part in enumerate(cut(graph, ends)):
-        stage = prepare(verify(part), passes=FINDING)
+        stage = prepared(verify(part))
         trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
         stages.append(stage)
     return tuple(stages)
