@@ -110,6 +110,8 @@ def _price(search: Search, best: _Best) -> None:
             fit += min(progress.done, FIT)  # early choices improve fast
             search.raise_bound(multipliers.prove())
         multipliers.change(choice, LONG * (SHORT / LONG) ** share)
+    if not search.done:
+        best.offer(multipliers.fitted(multipliers.choice))
     search.raise_bound(multipliers.prove())
 
 
