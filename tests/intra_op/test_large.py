@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.cli.prepare import dense_problem
-from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.problem import Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.solvers._large import search_large, usage_tree
@@ -37,6 +38,40 @@ def spread(seed: int, count: int = 40, chords: int = 25) -> Problem:
 def as_python(loop: Any) -> Any:
     """Returns a loop as it is without numba."""
     return getattr(loop, "py_func", loop)
+
+
+def layered(seed: int, layers: int = 20, width: int = 8, most: int = 10) -> Problem:
+    """A U-Net forward and backward: results wait for their gradients, so that memory binds."""
+    rng = np.random.default_rng(seed)
+    count = 2 * layers * width
+    nbytes = np.round(rng.lognormal(14.0, 1.0, count))
+    sizes = rng.integers(most // 2, most + 1, count)
+    kinds = [rng.integers(0, 4, size) for size in sizes]
+    shards = [rng.integers(1, 5, size) for size in sizes]
+    ends = {(v, count - 1 - v) for v in range(count // 2)}
+    ends |= {(v, count // 2 - 1 - v) for v in range(count // 4) if rng.random() < 0.5}
+    for v in range(width, count // 2):
+        before = (v // width - 1) * width + rng.choice(width, 2, replace=False)
+        ends |= {(u, v) for u in before.tolist()} | {(count - 1 - v, count - 1 - u) for u in before}
+    last = {v: max([v, *(b for a, b in ends if a == v)]) for v in range(count)}
+    nodes = tuple(
+        Choices(
+            f"v{v}",
+            tuple(map(str, range(sizes[v]))),
+            tuple(np.round(nbytes[v] * (0.1 * rng.random(sizes[v]) + 0.3 / 2.0 ** shards[v]))),
+            tuple(np.round(nbytes[v] / 2.0 ** shards[v])),
+            (v, last[v] + 1),
+        )
+        for v in range(count)
+    )
+    edges = []
+    for a, b in sorted(ends):
+        apart = kinds[a][:, None] != kinds[b]
+        less = 0.15 * abs(shards[a][:, None] - shards[b])
+        cost = np.where(apart, 0.5 + 0.3 * rng.random(apart.shape), less)
+        edges.append(Edge(a, int(b), np.round(nbytes[a] * cost)))
+    least = evaluate(Problem("", nodes, (), None), [int(np.argmin(v.memory)) for v in nodes]).peak
+    return Problem("layered", nodes, tuple(edges), float(np.floor(1.1 * least)))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +130,16 @@ def test_the_search_on_large_problems_comes_near_the_optimum(
         found = solve(problem, solver, time_limit=0.7, seed=3)
         assert evaluate(problem, found).feasible
         assert found.bound <= best.objective <= found.objective <= 1.02 * best.objective
+
+
+def test_little_work_suffices_to_come_near_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices of memory are right after few steps, and then beat the solver without them."""
+    problem = layered(2)
+    local_search = solve(problem, "local_search", time_limit=math.inf, work=0.1)
+    monkeypatch.setattr(search_large, "LARGE", 0)
+    found = solve(problem, "auto", time_limit=math.inf, work=0.1)
+    assert evaluate(problem, found).feasible
+    assert found.objective <= min(local_search.objective, 1.05 * found.bound)
 
 
 def test_the_same_seed_gives_the_same_choice(

@@ -25,7 +25,7 @@ FORESTS = 2  # at a time
 ROUNDS = 4  # maximum number of rounds of forests on the solution that TRW-S decodes
 WORTH = 1e-3  # relative gain of a round after which another one follows
 POLISHES = 3  # sweeps over single nodes
-FIRST = 0.02  # price of all memory up to the limit at first, relative to the bound without it
+FIRST = 0.2  # price of all memory up to the limit at first, relative to the bound without it
 LEAST, MOST = 0.03, 0.3  # relative excesses between which the largest makes the longest step
 
 

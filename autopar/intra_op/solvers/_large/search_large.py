@@ -28,9 +28,10 @@ TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
 PRICES, WALK = 0.4, 0.5  # shares of the work for the prices of memory and for the kicks
 CLOCK = 0.5  # share of the time at which prices end on a slower core
-WARM = 0.15  # of their work without memory
-LONG, SHORT = 0.5, 0.02  # first and last change of the prices, as logarithms
-FIT = 20  # steps between two choices that are made to fit in any case
+FEW, SHARE = 60, 0.8  # steps for which the prices' share of little work or time is raised, to SHARE
+WARM = 0.05  # of their work without memory
+LONG, SHORT = 1.0, 0.02  # first and last change of the prices, as logarithms
+FIRST_FIT, FIT = 5, 20  # steps before the first choice that is made to fit, and most between two
 NEAR = 1.01  # a choice within the limit is improved if it costs at most this times the best
 HOT, COLD = 1e-4, 1e-7  # first and last temperature, relative to the price
 
@@ -91,21 +92,32 @@ def _price(search: Search, best: _Best) -> None:
     multipliers = best.multipliers
     best.offer(multipliers.fitted(multipliers.lightest()))
     pairs = STEP + len(search.core.matrix) + len(search.core.cost)
-    progress = Progress(search, PRICES, CLOCK, PAIRS / pairs)
+    needed, left = FEW * pairs / PAIRS, search.budget.left()
+    work = _raised(PRICES, needed / max(search.work, 1e-9))
+    progress = Progress(search, work, _raised(CLOCK, needed / max(left, 1e-9)), PAIRS / pairs)
     while progress.share() < WARM:
         multipliers.choose()
         progress.done += 1
     multipliers.begin()
+    fit = progress.done + FIRST_FIT
     while (share := progress.share()) < 1 and not search.done:
         choice = multipliers.choose()
         progress.done += 1
-        price, look = multipliers.price(choice), progress.done % FIT == 0
+        price, look = multipliers.price(choice), progress.done >= fit
         if price < best.price if look else price < NEAR * best.price and multipliers.fits(choice):
             best.offer(multipliers.fitted(choice))
         if look:
+            fit += min(progress.done, FIT)  # early choices improve fast
             search.raise_bound(multipliers.prove())
         multipliers.change(choice, LONG * (SHORT / LONG) ** share)
+    if not search.done:
+        best.offer(multipliers.fitted(multipliers.choice))
     search.raise_bound(multipliers.prove())
+
+
+def _raised(share: float, needed: float) -> float:
+    """Returns the share that is needed, between the usual share and SHARE."""
+    return min(max(share, needed), SHARE)
 
 
 def _kick(search: Search, best: _Best, choice: Ints) -> None:
