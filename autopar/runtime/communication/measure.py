@@ -252,9 +252,9 @@ def _plan(
 ) -> Iterator[tuple[str, Callable[[], list[Point]]]]:
     """Yields the name and the measuring function of each problem."""
     for dtype in (*chosen.dtypes, *chosen.products):
-        for shape in itertools.product(chosen.lengths, repeat=3):
-            name = f"matmul {' x '.join(map(str, shape))} {dtype}"
-            yield name, partial(_product, bench, dtype, Gemm(1, *shape, rows=0))
+        for m, n, k in itertools.product(chosen.lengths, repeat=3):
+            name = f"matmul {m} x {n} x {k} {dtype}"
+            yield name, partial(_product, bench, dtype, Gemm(1, m, n, k, rows=0))
     for dtype in chosen.dtypes:
         size = DTYPES[dtype].itemsize
         for elements in chosen.elements:
