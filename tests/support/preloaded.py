@@ -29,5 +29,6 @@ captured = capture_graph(model, (), batch, Options(), Trace(None))
 made = make_plan(captured.graph, Mesh.parse("cpu: gpu=4"), Options(), Trace(None))
 # A rank's collector would visit all of this, and so copy every page of it.
 gc.freeze()
+gc.set_threshold(10_000, 10, 10)  # of ranks, too
 atexit.register(gc.unfreeze)  # of the server, whose extensions else report leaks
 assert threading.active_count() == 1, "a process with threads must not be forked"
