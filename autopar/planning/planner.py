@@ -134,7 +134,7 @@ def plan_again(
         InfeasibleError: no plan fits into memory.
         PinError: the pins cannot be satisfied.
     """
-    planner = Planner(graph, plan.mesh, options, trace, repeated, known)
+    planner = Planner(graph, plan.mesh, options, trace, repeated, known, plan.graph)
     limit = limit_of(plan.mesh, options)
     if limit == limit_of_plan(plan):
         with suppress(InfeasibleError):
@@ -145,7 +145,7 @@ def plan_again(
 class Planner:
     """Plans a graph within any memory; all that does not depend on memory is done once.
 
-    Arguments and errors are those of `make_plan`.
+    Arguments and errors are those of `make_plan`; `named` is the graph's fingerprint, if known.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class Planner:
         trace: Trace,
         repeated: Repeated | None = None,
         known: Prices | None = None,
+        named: str = "",
     ) -> None:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.repeated = repeated
@@ -175,7 +176,7 @@ class Planner:
         self._bucket = bucket_by_price(graph, mesh, self.prices) if measured else bucket_of(graph)
         if options.execution.together:
             self._bucket = ONE_CALL
-        self._fingerprint = fingerprint(graph)
+        self._fingerprint = named or fingerprint(graph)
 
     def plan(self, limit: float) -> StagePlan:
         """Returns the fastest plan within `limit` bytes of a device.
