@@ -6,7 +6,7 @@ import dataclasses
 import math
 import tomllib
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def waves(count: int, rows: int = 256, columns: int = 128) -> tuple[int, int]:
     return count * H100.device.processors * rows, columns
 
 
-def without_starts(device: Device, **given: float) -> Device:
+def without_starts(device: Device, **given: Any) -> Device:
     """The device with the largest tile alone, full clocks and no time to start or to split."""
     table = dataclasses.replace(
         device.products, k_half=0.0, k_latency=0.0, split=0.0, throttle=0.0, tile_rows=256.0,
