@@ -19,11 +19,11 @@ from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.rewrite import writes
 from autopar.ir.stage_graphs import alike, cut, free_values
+from autopar.passes.alike_stages import preparing
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
-from autopar.planning.pipelines.alike_stages import preparing
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
     in_flight,

@@ -8,10 +8,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
 from autopar.ir.stage_graphs import alike, cut
 from autopar.operators.interpret import annotate
+from autopar.passes import alike_stages
 from autopar.passes.normalise import FINDING, prepare
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.pipelines import alike_stages
 from autopar.planning.trace import Trace
 from tests.support import models
 
