@@ -140,11 +140,8 @@ class Prices:
         if side.key not in self._sides:
             place: dict[Layout, int] = {}
             where = [place.setdefault(layout, len(place)) for layout in side.layouts]
-            self._sides[side.key] = (
-                side,
-                tuple(place),
-                where,
-            )  # as long as it exists, so does its id
+            # The side is kept, so that the identity in its key belongs to no other choices.
+            self._sides[side.key] = side, tuple(place), where
         return self._sides[side.key]
 
     def stored(
