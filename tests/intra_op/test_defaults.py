@@ -18,6 +18,10 @@ from autopar.intra_op.proofs.case import Case, read_call, read_example
 from autopar.intra_op.rules import rules
 from autopar.ir.graph import Node, Ref
 
+# torch does not look at the shape of the second operand, and writes past the end of its gradient if
+# the shape belongs to another `dim`.
+UNCHECKED = {"aten._weight_norm"}
+
 
 def schema_of(op: str) -> Any:
     """The schema of an operator of torch, None of one that torch has not."""
@@ -57,7 +61,7 @@ def with_defaults(node: Node, schema: Any, *, explicit: bool) -> Node:
 
 def calls() -> Iterator[Any]:
     for op, rule in rules().items():
-        schema = schema_of(op) if op.startswith("aten.") else None
+        schema = schema_of(op) if op.startswith("aten.") and op not in UNCHECKED else None
         for example in rule.examples if schema is not None else ():
             yield pytest.param(rule, example, schema, id=f"{op}({example})")
 

@@ -29,6 +29,7 @@ from autopar.operators.attention.sequence_forms import KINDS
 from autopar.operators.forms import forms, forms_of
 from autopar.operators.localise import localise
 from autopar.passes.normalise import prepare
+from tests.intra_op.test_defaults import UNCHECKED
 from tests.support.models import MODELS, conv_net
 
 RULES = rules()
@@ -121,10 +122,6 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
 def test_a_rule_holds_where_operands_are_one_value(op: str) -> None:
     check_aliases(op)
     assert prove_aliased(RULES[op]).strategies
-
-
-# torch does not look at the shape of the second operand; its gradient is then of no meaning.
-UNCHECKED = {"aten._weight_norm"}
 
 
 @pytest.mark.slow
