@@ -173,8 +173,11 @@ def test_json_pins_and_traces(config: str, tmp_path: Path) -> None:
     assert written[-1].endswith("_plan.toml")
 
 
-def test_a_zoo_name_is_planned_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zoo_name_is_planned_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made, load = [], zoo.load
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an earlier run may have kept the graph
 
     def spy(text: str, **flags: int | None) -> tuple[nn.Module, dict[str, Tensor]]:
         made.append(load(text, **flags))
