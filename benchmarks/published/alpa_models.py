@@ -110,7 +110,7 @@ class Experts(nn.Module):
         self.out = nn.Parameter(torch.empty(sizes.experts, inner, h))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of x [batch, seq, hidden]."""
+        """Returns the result for x [batch, seq, hidden], of the same shape."""
         groups = x.view(-1, self.sizes.group, self.sizes.hidden)
         combine = self._combine(F.softmax(self.gate(groups), -1))
         dispatch = (combine > 0).to(x.dtype)
@@ -149,7 +149,7 @@ class AlpaLayer(nn.Module):
         self.inner: nn.Module = Experts(sizes) if mixed else plain
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of x [batch, seq, hidden]."""
+        """Returns the result for x [batch, seq, hidden], of the same shape."""
         x = self.norm_1(x + self.proj(self._attention(x)))
         mixed: Tensor = self.norm_2(x + self.inner(x))
         return mixed

@@ -35,11 +35,11 @@ import autopar
 from autopar import pins
 from autopar.plan import Plan
 from benchmarks.published.models import Llama, LlamaSizes
+from benchmarks.published.product import NO_LIMIT, batch_of, mesh_text
 from benchmarks.published.torchtitan import SIZES
 
 EXECUTION = "compiled=blocks merged loss=compiled optimizer=50 ahead adds"
 LINEARS = {"FP8-CS": "float8", "MXFP8": "mxfp8"}
-NO_LIMIT = 1e16
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ def plan(run: Run) -> Plan:
     sizes = replace(SIZES[run.model], seq=run.seq)
     with torch.device("meta"):
         model = Rotated(sizes)
-        tokens = torch.zeros(run.global_batch, run.seq, dtype=torch.long)
     axes = {"pp": run.pp, "dp": run.replicas, "tp": run.tp}
     pipeline: dict[str, Any] = {}
     if run.pp > 1:
@@ -102,8 +101,8 @@ def plan(run: Run) -> Plan:
         pipeline = {"stages": run.pp * run.chunks, "schedule": schedule}
     return autopar.plan(
         model,
-        f"{run.device}: " + ", ".join(f"{name}={size}" for name, size in axes.items() if size > 1),
-        example_inputs={"tokens": tokens, "labels": tokens},
+        mesh_text(run.device, {name: size for name, size in axes.items() if size > 1}),
+        example_inputs=batch_of(run.global_batch, run.seq),
         pins=[pins.data_parallel("dp"), *([pins.megatron_sp("tp")] if run.tp > 1 else [])],
         microbatches=run.global_batch // (run.replicas * run.micro_batch),
         state="zero1",

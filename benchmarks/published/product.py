@@ -56,12 +56,14 @@ ALPA_STATES = {"data_parallel": "ddp", "zero_3": "zero3, gathered again"}
 BY_OPERATOR = "save linear:2 attention"
 
 
-def _tokens(samples: int, seq: int) -> dict[str, torch.Tensor]:
+def batch_of(samples: int, seq: int) -> dict[str, torch.Tensor]:
+    """Returns tokens and labels [samples, seq] without data."""
     tokens = torch.zeros(samples, seq, dtype=torch.long, device="meta")
     return {"tokens": tokens, "labels": tokens}
 
 
-def _axes(device: str, sizes: Mapping[str, int]) -> str:
+def mesh_text(device: str, sizes: Mapping[str, int]) -> str:
+    """Returns a mesh of one kind of device as text."""
     return f"{device}: " + ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -92,7 +94,7 @@ def last_rank_bytes(run: megatron.Run) -> float:
     """
     plan = megatron_core_plan(run, GOLDEN_ON[run.device])
     options = Options.like(plan.stages[0])
-    call = Call(_core_model(run), (), _tokens(run.global_batch, run.seq))
+    call = Call(_core_model(run), (), batch_of(run.global_batch, run.seq))
     graph = capture_call(call, options, Trace(None), plan.microbatches).graph
     step = simulated(stage_graphs(graph, plan.ends, Trace(None)), plan, options)
     return next(
@@ -115,8 +117,8 @@ def _pipeline(model: torch.nn.Module, run: megatron.Run, tensor: Any, **options:
     sizes = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
     return autopar.plan(
         model,
-        _axes(run.device, {n: s for n, s in sizes.items() if s > 1 or n == "tp"}),
-        example_inputs=_tokens(run.global_batch, run.seq),
+        mesh_text(run.device, {n: s for n, s in sizes.items() if s > 1 or n == "tp"}),
+        example_inputs=batch_of(run.global_batch, run.seq),
         pins=[*([pins.data_parallel("dp")] if run.dp > 1 else []), tensor],
         stages=run.pp * run.chunks,
         microbatches=run.microbatches,
@@ -145,9 +147,9 @@ def torchtitan_plan(run: torchtitan.Run) -> Plan:
     given += [pins.megatron_sp("tp")] if run.tp > 1 else []
     return autopar.plan(
         model,
-        _axes(run.device, {name: size for name, size in axes.items() if size > 1}),
+        mesh_text(run.device, {name: size for name, size in axes.items() if size > 1}),
         example_inputs={
-            **_tokens(run.batch * run.fsdp // run.cp, sizes.seq), "turns": turns
+            **batch_of(run.batch * run.fsdp // run.cp, sizes.seq), "turns": turns
         },
         pins=given,
         state="zero3",
@@ -166,7 +168,7 @@ def alpa_plan(run: alpa.Run) -> Plan:
     with torch.device("meta"):
         model = AlpaTransformer(sizes)
     return _ablation(
-        model, _tokens(alpa.BATCH, alpa.SEQ), run, searched=False,
+        model, batch_of(alpa.BATCH, alpa.SEQ), run, searched=False,
         precision="fp16 communication=fp16", recompute="full", execution=f"{ALPA} {GPT_UPDATE}",
     )  # fmt: skip
 
@@ -194,7 +196,7 @@ def mixture_plan(run: alpa.Run, experts: int) -> Plan:
     execution = f"{ALPA} {MIXTURE_UPDATE}" + SCATTERED.get(run.method, " copies")
     # Adafactor's states of matrices are so small that SGD, which has none, stands for it.
     return _ablation(
-        model, _tokens(8, 1024), run, optimizer=partial(torch.optim.SGD, lr=0.1),
+        model, batch_of(8, 1024), run, optimizer=partial(torch.optim.SGD, lr=0.1),
         precision="fp16 communication=fp16", recompute="full", execution=execution,
     )  # fmt: skip
 
@@ -228,7 +230,7 @@ def _ablation(
     free = searched and run.method == "auto_sharding" and tensor == 1
     return autopar.plan(
         model,
-        _axes("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
+        mesh_text("V100", {n: s for n, s in (("dp", data), ("tp", tensor)) if s > 1 or n == "dp"}),
         example_inputs=batch,
         pins=[] if free else given,
         state=ALPA_STATES.get(run.method, "zero2"),

@@ -23,7 +23,7 @@ H100, V100 = (next(d for d in devices() if d.name == name) for name in ("H100", 
 
 
 def figures(text: str, *axes: str) -> list[tuple[str, int, float, float]]:
-    """Of each level its links, size, GB/s a device and microseconds."""
+    """Returns the links, size, GB/s of a device and microseconds of each level."""
     model = AnalyticModel(Mesh.parse(text))
     return [
         (one.resource, one.size, round(one.bandwidth / 1e9, 9), round(one.latency * 1e6, 9))
@@ -174,7 +174,7 @@ def test_bus_bandwidths_are_those_that_were_measured() -> None:
     ],
 )
 def test_v100_form_a_cube_mesh(mesh: str, axis: str, links: int) -> None:
-    """Of 25 GB/s: two neighbours, a quad, all eight, and groups that span both quads."""
+    """Links of 25 GB/s join two neighbours, a quad, all eight, and groups that span both quads."""
     (level,) = AnalyticModel(Mesh.parse(f"V100: {mesh}")).network.levels((axis,))
     assert level.bandwidth == pytest.approx(links * 25e9 * V100.intra_efficiency)
     own = f"V100: {mesh}".replace(f"{axis}={level.size}", f"{axis}={level.size} @10GB/s")

@@ -1,4 +1,4 @@
-"""What the tables missed becomes the range of a prediction."""
+"""The errors of the tables become the range of a prediction."""
 
 from __future__ import annotations
 

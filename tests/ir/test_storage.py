@@ -54,7 +54,7 @@ def test_every_sharding_is_among_the_choices_of_a_parameter(one: StateSharding) 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), microbatches=st.integers(1, 4))
 def test_storages_are_read_back_and_their_hops_join(data: st.DataObject, microbatches: int) -> None:
-    """What a hop leaves the next one takes; in the end all have what they should."""
+    """Each hop begins with what the one before it leaves, and the last leaves what is asked for."""
     mesh = Mesh.parse(data.draw(st.sampled_from(["cpu: a=2, b=3", "cpu: a=2, b=2, c=2"])))
     shape = data.draw(st.sampled_from([(24, 8), (7, 12), (3,), (16,)]))
     tensor = TensorType("f32", shape)
@@ -84,7 +84,7 @@ def test_storages_are_read_back_and_their_hops_join(data: st.DataObject, microba
 
 
 def as_good(one: StoredCost, other: StoredCost) -> bool:
-    """Whether the first is at least as good as the second in every respect."""
+    """Returns whether the first is at least as good as the second in every respect."""
     faster = all(a <= b * (1 + 1e-12) for a, b in zip(one.parts, other.parts, strict=True))
     return faster and all(one.nbytes[role] <= other.nbytes[role] for role in one.nbytes)
 
@@ -109,7 +109,7 @@ def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
 
 
 def test_one_microbatch_needs_no_layout_of_its_own_for_gradients() -> None:
-    """Where gradients are updated is as good a place for them as any, for a single microbatch."""
+    """Gradients of a single microbatch may as well lie where they are updated."""
     model = AnalyticModel(MESH)
 
     def best(count: int, options: int) -> float:
