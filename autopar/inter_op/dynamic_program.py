@@ -27,6 +27,8 @@ from autopar.loops import entry, inner
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+ROUNDING = 1e-12  # relative tolerance for sums in a different order
+
 
 @entry
 def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
@@ -107,11 +109,73 @@ def _option(
 
 
 @entry
+def sums_before(
+    row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
+    transfer: Floats, sizes: Ints, begin: Ints, end: Ints, devices: int, in_flight: Floats,
+    memory: Floats, most: float, lowest: Floats, after: Ints, before: Ints,
+) -> Floats:  # fmt: skip
+    """Computes lower bounds on the sum over the stages of the layers before each one.
+
+    They allow any number of stages, each with the fewest microbatches in flight of any place.
+    Arguments are those of `sums`.
+
+    Returns:
+        An array of [L + 1, devices beyond those needed, submesh of the next stage], including the
+        transfer into the next stage.
+    """
+    layers, submeshes = row.shape[0], time.shape[1]
+    width = 1
+    for first in range(layers + 1):
+        width = max(width, devices - before[first] - after[first] + 1)
+    fewest = in_flight[1:].min()
+    fastest = np.full((time.shape[0], submeshes), np.inf)
+    for at in range(time.shape[0]):
+        for q in range(submeshes):
+            k = _option(
+                time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
+                most, memory[q], fewest,
+            )  # fmt: skip
+            if k >= 0:
+                fastest[at, q] = time[at, q, k]
+    found = np.full((layers + 1, width, submeshes), np.inf)
+    found[0, 0, :] = 0.0
+    here = np.empty((width, submeshes))
+    for behind in range(1, layers + 1):
+        if before[behind] + after[behind] > devices:
+            continue
+        here[:] = np.inf
+        wide = devices - after[behind] - before[behind] + 1
+        for first in range(behind):
+            if before[first] + after[first] > devices:
+                continue
+            at, base = row[first, behind - 1], before[first] - before[behind]
+            for q in range(submeshes):
+                seconds, shift = fastest[at, q], base + sizes[q]
+                if seconds == np.inf:
+                    continue
+                # The stage takes its devices from those that the layers from `behind` on leave.
+                for d in range(
+                    max(0, -shift, devices - end[q] - before[first]),
+                    min(wide - shift, devices - begin[q] - sizes[q] - before[first] + 1),
+                ):
+                    here[d + shift, q] = min(here[d + shift, q], seconds + found[first, d, q])
+        for d in range(wide):
+            for q in range(submeshes):
+                if here[d, q] < np.inf:
+                    for following in range(submeshes):
+                        into = transfer[behind, q, following] if behind < layers else 0.0
+                        found[behind, d, following] = min(
+                            found[behind, d, following], here[d, q] + into
+                        )
+    return found * (1 - ROUNDING)
+
+
+@entry
 def sums(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, begin: Ints, end: Ints, devices: int, in_flight: Floats,
     memory: Floats, most: float, lowest: Floats, after: Ints, before: Ints,
-    work: Floats, room: float,
+    bounds: Floats, room: float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Computes the least sum of times and transfers per number of stages, no stage above `most`.
 
@@ -119,7 +183,7 @@ def sums(
         transfer: [L, submesh of the previous stage, submesh of the stage that starts there].
         memory: [submeshes] bytes of a device.
         in_flight: for 1, 2, ... stages from the end, microbatches in flight in the first of them.
-        lowest, after, before, work: results of the functions above for `most`.
+        lowest, after, before, bounds: results of the functions above for `most`.
         room: sums of at least this value may be skipped.
 
     Returns:
@@ -179,8 +243,8 @@ def sums(
                     ):
                         total = seconds + ends[s - 1, behind, d, q]
                         if total < here[d + shift, q]:
-                            left = devices - low - d - shift
-                            if first and (left == 0 or total + work[first] / left >= room):
+                            # `high` is all that the layers before `first` leave.
+                            if total + bounds[first, high - low - d - shift, q] >= room:
                                 continue
                             here[d + shift, q] = total
                             lo, hi = min(lo, d + shift), max(hi, d + shift)

@@ -26,7 +26,6 @@ from autopar.inter_op.stage_values import Law
 
 # Factor between the first threshold and the smallest one for which the devices suffice.
 _FIRST = 1.02
-_EXACT = 1e-12  # relative tolerance for sums in a different order
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,8 @@ class _Program:
         intervals = [(self._smallest(), len(values) - 1, self.work[-1] / self.devices)]
         while intervals:
             low, high, least = intervals.pop()
-            limit = cutoff * (1 - (_EXACT if best is None else max(slack, _EXACT)))
+            least_gain = kernels.ROUNDING if best is None else max(slack, kernels.ROUNDING)
+            limit = cutoff * (1 - least_gain)
             high = min(high, int(np.searchsorted(values, limit - least)) - 1)
             if low > high or values[low] + least >= limit:
                 continue
@@ -275,7 +275,10 @@ class _Program:
             self.in_flight[: max(stages) + 1],
             self.memory, most, self.lowest, after, before,
         )  # fmt: skip
-        totals, ends = kernels.sums(*(*given, self.work, room))
+        bounds = kernels.sums_before(*given)
+        if bounds[-1, self.devices - before[-1]].min() >= room:
+            return np.inf, None
+        totals, ends = kernels.sums(*(*given, bounds, room))
         total, number = min((float(totals[s]), s) for s in stages)
         if total >= room:
             return total, None
