@@ -14,14 +14,14 @@ zero-bubble schedules overlap them with other work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.complete import with_sends
 from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import StageCost, prepare, simulate
-from autopar.inter_op.schedules import schedule
+from autopar.inter_op.schedules import recipe_of
 from autopar.inter_op.stage_values import Law
 from autopar.inter_op.steady_state import steady
 from autopar.ir.pipeline_step import Step
@@ -41,11 +41,12 @@ def law(name: str, **options: int) -> Law:
     Raises:
         ScheduleError: the schedule does not exist or does not take these options.
     """
+    build = partial(recipe_of(name).build, **options)
     chunks = copies = 0
     refused: ScheduleError | None = None
     for ranks in (2, 4):  # some schedules need an even number
         try:
-            made = schedule(name, ranks, 2 * ranks, **options)
+            made = build(ranks, 2 * ranks)
         except ScheduleError as error:
             refused = error
             continue
@@ -58,7 +59,7 @@ def law(name: str, **options: int) -> Law:
     @cache
     def made_for(ranks: int, microbatches: int) -> Schedule | None:
         try:
-            return schedule(name, ranks, microbatches, **options)
+            return build(ranks, microbatches)
         except ScheduleError:
             return None
 
@@ -67,7 +68,7 @@ def law(name: str, **options: int) -> Law:
 
     @cache
     def simulated_fill(ranks: int, microbatches: int) -> float:
-        made = schedule(name, ranks, microbatches, **options)
+        made = build(ranks, microbatches)
         costs = [StageCost()] * made.stages
         if made.flushes:
             bubble = simulate(made, costs).bubble
@@ -95,11 +96,11 @@ def law(name: str, **options: int) -> Law:
         return made.in_flight[ranks - last] / len(made.holds[ranks - last])
 
     def holds(rank: int, ranks: int) -> tuple[int, ...]:
-        made = schedule(name, ranks, _ROUNDS * ranks, **options)
+        made = build(ranks, _ROUNDS * ranks)
         return tuple(stage for stage, _ in made.holds[rank])
 
     words = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-    exposed = _exposed(name, options)
+    exposed = _exposed(build)
     return Law(words, in_flight, fill, exposed, fits, cache(holds), chunks, copies)
 
 
@@ -108,12 +109,12 @@ def _fill(bubble: float, ranks: int, microbatches: int) -> float:
     return bubble / (1 - bubble) * microbatches / (ranks - 1)
 
 
-def _exposed(name: str, options: dict[str, int]) -> float:
+def _exposed(build: Callable[[int, int], Schedule]) -> float:
     """Returns the seconds that transfers add per microbatch, relative to those into one rank."""
 
     def seconds(microbatches: int) -> Iterator[float]:
         """Yields the seconds of a step without and with transfers."""
-        made = schedule(name, _RANKS, microbatches, **options)
+        made = build(_RANKS, microbatches)
         part = _RANKS / made.stages
         costs = [StageCost(part / 3, part / 3, part / 3)] * made.stages
         step = prepare(made) if made.flushes else with_sends(made)

@@ -140,11 +140,11 @@ def check_allowed(text: str, allow: str) -> None:
         )
 
 
-def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """Returns the named schedule; `options` are specific to it, such as `chunks=2`.
+def recipe_of(name: str) -> Recipe:
+    """Returns the named schedule's recipe.
 
     Raises:
-        ScheduleError: the schedule does not exist, or does not support those sizes.
+        ScheduleError: the schedule does not exist.
     """
     found = schedules()
     if name not in found:
@@ -153,4 +153,13 @@ def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedu
             why="the schedules are " + ", ".join(found),
             todo="name one of these",
         )
-    return found[name].build(ranks, microbatches, **options)
+    return found[name]
+
+
+def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
+    """Returns the named schedule; `options` are specific to it, such as `chunks=2`.
+
+    Raises:
+        ScheduleError: the schedule does not exist, or does not support those sizes.
+    """
+    return recipe_of(name).build(ranks, microbatches, **options)
