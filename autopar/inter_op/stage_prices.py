@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,35 @@ class Table:
         return fastest
 
 
+class _Point(NamedTuple):
+    """A known price that is not empty, as an origin of estimates.
+
+    Attributes:
+        microbatches, row, submesh: its key.
+        front: [options, 5] figures of its candidates and of those that estimates add.
+    """
+
+    microbatches: int
+    row: int
+    submesh: int
+    front: Floats
+
+
+@dataclass
+class _Nearest:
+    """The most similar point of every row and sub-mesh, for one number of microbatches.
+
+    Attributes:
+        point: [rows, submeshes] its number.
+        distance: [rows, submeshes] its distance.
+        seen: number of points compared so far.
+    """
+
+    point: Ints
+    distance: Floats
+    seen: int = 0
+
+
 class Prices:
     """Pareto frontiers of stage costs by signature (kinds of layers), sub-mesh and microbatches.
 
@@ -98,6 +128,8 @@ class Prices:
         self.sizes = np.array([part.size for part in submeshes])
         self.parts = np.array([part.part for part in submeshes])
         self._bounds: dict[int, Floats] = {}
+        self._points: list[_Point] = []
+        self._nearest: dict[int, _Nearest] = {}
 
     def bounds(self, microbatches: int) -> Floats:
         """Returns [rows, submeshes, 5] lower bounds of the figures."""
@@ -130,6 +162,9 @@ class Prices:
                         why="seconds and bytes are finite and not negative",
                     )
             self.known[microbatches, row, submesh] = answer
+            if answer:
+                front = np.array([_figures(one) for one in self._frugal(answer)])
+                self._points.append(_Point(microbatches, row, submesh, front))
 
     @property
     def families(self) -> int:
@@ -190,38 +225,22 @@ class Prices:
         Seconds are drawn towards the best known ratio of a price to its bound, more strongly the
         less similar the two are, so that promising prices are requested.
         """
-        points = [(key, self._frugal(answer)) for key, answer in self.known.items() if answer]
-        options = max(options, *(len(answer) for _, answer in points))
-        bounds = self.bounds(microbatches)
-        devices = self.sizes[None, :]
-        work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
-        distance = np.empty((len(points), *bounds.shape[:2]))
-        origins = np.empty((len(points), _FIGURES))
-        fronts = np.zeros((len(points), options, _FIGURES))
-        for at, ((b, row, q), answer) in enumerate(points):
-            origins[at] = self.bounds(b)[row, q]
-            for k in range(options):
-                fronts[at, k] = _figures(answer[min(k, len(answer) - 1)])
-            there = np.log2(max(origins[at, _SECONDS] * self.sizes[q] * b, 1e-30))
-            distance[at] = (
-                np.abs(np.log2(devices / self.sizes[q]))
-                + 0.5 * abs(np.log2(microbatches / b))
-                + 0.05 * np.abs(work - there)
-                + 0.3 * (self.family[:, None] != self.family[row])
-                + 0.5 * (self.parts != self.parts[q])[None, :]
-            )
+        points = self._points
+        options = max(options, *(len(point.front) for point in points))
+        bounds, near = self.bounds(microbatches), self._compared(microbatches)
+        nearest, apart = near.point, near.distance
+        fronts = np.array(
+            [point.front[np.minimum(np.arange(options), len(point.front) - 1)] for point in points]
+        )
+        origins = np.array([self.bounds(b)[row, q] for b, row, q, _ in points])
         ratios = fronts[:, :, _SECONDS].min(axis=1) / np.maximum(origins[:, _SECONDS], 1e-30)
-        nearest = distance.argmin(axis=0)
-        apart = np.take_along_axis(distance, nearest[None], axis=0)[0]
         origin, front = origins[nearest], fronts[nearest]
         scale = bounds / np.where(origin > 0, origin, np.inf)
-        length = self.lengths[:, None] / np.array(
-            [self.lengths[row] for (_, row, _), _ in points]
-        )[nearest]  # fmt: skip
-        fewer = np.array([self.sizes[q] for (_, _, q), _ in points])[nearest] / devices
+        length = self.lengths[:, None] / self.lengths[[row for _, row, _, _ in points]][nearest]
+        fewer = self.sizes[[q for _, _, q, _ in points]][nearest] / self.sizes
         fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
-        counts = np.array([b for (b, _, _), _ in points])[nearest] / microbatches
+        counts = np.array([b for b, _, _, _ in points])[nearest] / microbatches
         scales = np.stack(
             [scale[:, :, _SECONDS], fixed, _FRUGAL * fixed, _FRUGAL * each, fewer * counts], axis=-1
         )
@@ -229,8 +248,32 @@ class Prices:
         ratio, best = np.maximum(ratios[nearest], 1e-30), self.best_ratio()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
         figures[..., _SECONDS] *= drawn[:, :, None]
-        count = np.array([len(answer) for _, answer in points])[nearest]
+        count = np.array([len(point.front) for point in points])[nearest]
         return figures, count
+
+    def _compared(self, microbatches: int) -> _Nearest:
+        """Returns the most similar point of every row and sub-mesh, the first of equals."""
+        bounds, devices = self.bounds(microbatches), self.sizes[None, :]
+        if microbatches not in self._nearest:
+            shape = bounds.shape[:2]
+            self._nearest[microbatches] = _Nearest(
+                np.zeros(shape, dtype=np.int64), np.full(shape, np.inf)
+            )
+        near = self._nearest[microbatches]
+        work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
+        for number, (b, row, q, _) in enumerate(self._points[near.seen :], near.seen):
+            there = np.log2(max(self.bounds(b)[row, q, _SECONDS] * self.sizes[q] * b, 1e-30))
+            distance = (
+                np.abs(np.log2(devices / self.sizes[q]))
+                + 0.5 * abs(np.log2(microbatches / b))
+                + 0.05 * np.abs(work - there)
+                + 0.3 * (self.family[:, None] != self.family[row])
+                + 0.5 * (self.parts != self.parts[q])[None, :]
+            )
+            closer = distance < near.distance
+            near.point[closer], near.distance[closer] = number, distance[closer]
+        near.seen = len(self._points)
+        return near
 
     def _frugal(self, answer: Sequence[Candidate]) -> Sequence[Candidate]:
         """Adds options that recompute part of the activations, unless the answer has some."""
