@@ -7,6 +7,7 @@ number of stages and a strategy for each chunk.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """All choices of options for the chunks of one rank.
+    """All choices of options for the chunks of one rank, by seconds, and those by seconds once.
 
     Attributes:
         options: [ways, chunks] option of every chunk.
@@ -90,11 +91,19 @@ class EqualSubmeshPipelines:
         """
         shapes = [self._shape(stages, q) for stages, q in self._sizes(only)]
         found: Draft | None = None
-        for least, at in sorted((self._least(shape, table), at) for at, shape in enumerate(shapes)):
+        # The shapes with their bounds; those of a fill of 0 need no simulation of the schedule.
+        queue = [(self._least(shape, table, 0.0), at, False) for at, shape in enumerate(shapes)]
+        heapq.heapify(queue)
+        while queue:
+            least, at, final = heapq.heappop(queue)
             limit = cutoff if found is None else found.seconds
             if least >= limit:
                 break
-            found = self._of(shapes[at], table, limit) or found
+            if final:
+                found = self._of(shapes[at], table, limit) or found
+            else:
+                fill = self.law.fill(len(shapes[at].ranks), self.microbatches)
+                heapq.heappush(queue, (self._least(shapes[at], table, fill), at, True))
         return found
 
     rough = best
@@ -141,10 +150,13 @@ class EqualSubmeshPipelines:
             )
         return self._shapes[stages, q]
 
-    def _least(self, shape: _Shape, table: Table) -> float:
-        """Returns a lower bound on the seconds of a step that ignores memory."""
+    def _least(self, shape: _Shape, table: Table, fill: float) -> float:
+        """Returns a lower bound on the seconds of a step that ignores memory.
+
+        It does not fall as `fill` grows, as no rank takes longer than all, nor waits for more than
+        all transfers.
+        """
         law, count = self.law, self.microbatches
-        fill = law.fill(len(shape.ranks), count)
         seconds = table.fastest[shape.rows, shape.q].sum(axis=1) / law.copies
         if not np.isfinite(seconds).all():
             return float("inf")
@@ -204,7 +216,8 @@ class EqualSubmeshPipelines:
         figures = table.figures[np.array(rows), q, options]
         sums = figures[:, :, :4].sum(axis=1)
         sums[:, 0] /= self.law.copies
-        return _Mixed(options, sums, figures[:, :, 4].max(axis=1))
+        order = np.lexsort((sums[:, 1], sums[:, 0]))
+        return _Mixed(options[order], sums[order], figures[:, :, 4].max(axis=1)[order])
 
     def _options(self, rows: tuple[int, ...], q: int, table: Table) -> Ints:
         """Returns [ways, chunks] options; equal chunks are distinguished only by option counts."""
@@ -230,14 +243,13 @@ class EqualSubmeshPipelines:
     def _ways(self, mixed: _Mixed, in_flight: float, memory: float) -> list[_Way]:
         """Returns the Pareto-optimal ways within memory, by seconds per microbatch and once."""
         nbytes = mixed.sums[:, 2] + in_flight * mixed.sums[:, 3] + mixed.transient
-        fits = np.flatnonzero(nbytes <= memory)
-        found, least = [], math.inf
-        for at in fits[np.lexsort((mixed.sums[fits, 1], mixed.sums[fits, 0]))]:
-            seconds, once = map(float, mixed.sums[at, :2])
-            if once < least:
-                found.append(_Way(seconds, once, tuple(mixed.options[at].tolist())))
-                least = once
-        return found
+        fits = np.flatnonzero(nbytes <= memory)  # by seconds, and those by seconds once
+        once = mixed.sums[fits, 1]
+        before = np.minimum.accumulate(np.concatenate([[math.inf], once]))[:-1]
+        return [
+            _Way(*mixed.sums[at, :2].tolist(), tuple(mixed.options[at].tolist()))
+            for at in fits[once < before]
+        ]
 
 
 def _fastest(ways: list[_Way], tops: list[float], most: float) -> int:

@@ -80,8 +80,8 @@ class Law:
         fill: maps (ranks, microbatches) to the fraction of the other ranks' times that adds to the
             step: 1 for GPipe and 1F1B, 1 / chunks for interleaved schedules, less where weight
             gradients fill the gaps.
-        exposed: fraction of the incoming transfers that a rank waits for in every microbatch: 1/2
-            for 1F1B, where two consecutive actions of a rank wait for one round trip.
+        exposed: fraction, at most 1, of the incoming transfers that a rank waits for in every
+            microbatch: 1/2 for 1F1B, where two consecutive actions wait for one round trip.
         fits: maps (ranks, microbatches) to whether the schedule supports them.
         holds: maps (rank, ranks) to the chunks of a rank, from 0 to ranks * chunks - 1.
         chunks: chunks per rank; schedules with several chunks cut the layers evenly.

@@ -55,6 +55,7 @@ def test_a_law_tells_how_long_a_rank_waits_for_transfers(
     # To one rank, and gradients on their way back.
     into = 2 * transfer * len(told.holds(1, ranks)) / told.copies
     assert more / ((many - few) * into) == pytest.approx(told.exposed, abs=0.1)
+    assert told.exposed <= 1  # lower bounds of steps rely on it
 
 
 def test_a_law_knows_what_does_not_fit() -> None:
