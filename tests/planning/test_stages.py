@@ -28,7 +28,7 @@ from autopar.ir.pipeline_step import Wiring
 from autopar.ir.stage_graphs import cut
 from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
-from autopar.plan_entries import ModelSpec, Prediction
+from autopar.plan_entries import UNSEARCHED, ModelSpec, Prediction
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines import stages as planning
@@ -166,6 +166,11 @@ def test_equal_stages_are_planned_once() -> None:
         plan = plan_stages(graph, ends, groups, mesh, 4, "1f1b", Options(), Trace(None))
     # The first, the middle ones with the most and the fewest in flight, the last with the loss.
     assert made.call_count == 4
+    # They share their prices, and are the plans of stages that share none.
+    assert len({id(call.args[-1]) for call in made.call_args_list}) == 1
+    for call in made.call_args_list:
+        shared, own = planning.make_plan(*call.args), planning.make_plan(*call.args[:-1])
+        assert replace(shared, solver=UNSEARCHED) == replace(own, solver=UNSEARCHED)
     assert len(Compiled.of(captured, plan, Options(), Trace(None)).sources) == 7
     nowhere = Options(pins={"nowhere": "[4]"})
     with pytest.raises(PinError, match="name nothing: nowhere"):

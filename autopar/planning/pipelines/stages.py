@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from autopar.cost.device import refuse_unlike
 from autopar.errors import MeshError, StageError
 from autopar.intra_op.node_choices import operand_types, whole_options
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.work.kernel_work import node_work
 from autopar.ir.graph import Graph
@@ -25,11 +26,7 @@ from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.schedule_names import (
-    in_flight,
-    schedule_of,
-    stages_of_rank,
-)
+from autopar.planning.pipelines.schedule_names import in_flight, schedule_of, stages_of_rank
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import Spoken, spoken, stage_pins
 from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
@@ -188,6 +185,7 @@ def plan_stages(
     kept = {number: in_flight(rows, number) for number in range(len(parts))}
     silent = Trace(None) if trace.folder is None else trace  # can be sent to another process
     workers = workers if workers and trace.folder is None else Workers(0)
+    prices = {mesh: Prices(mesh, cost_model(mesh, options)) for mesh in dict.fromkeys(meshes)}
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
@@ -195,7 +193,8 @@ def plan_stages(
             microbatches, most, shared[one], further[one], options.precision, taken(rows),
             rows.pending > 0,
         )  # fmt: skip
-        return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
+        known = prices[meshes[one]]  # a process that plans several stages prices operators once
+        return partial(make_plan, parts[one], meshes[one], own, silent, repeated, known)
 
     ready = at_once(
         {
