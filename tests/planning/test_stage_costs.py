@@ -259,6 +259,23 @@ def test_blocks_that_are_not_captured_are_layers_beside_a_head_that_weighs_more(
     assert len(few.kinds) == len(find_layers(whole, seconds, by_blocks=True))
 
 
+def test_layers_of_a_deep_model_end_where_those_of_its_whole_graph_do() -> None:
+    """The whole graph is deepened from a folded one, and not folded again to find them."""
+
+    def graph(samples: int, layers: int | None) -> Graph:
+        model, batch = gpt2(layers or 7, n_embd=64, vocab_size=1024)
+        return capture_call(Call.of(model, batch).sized(samples), Options(), Trace(None)).graph
+
+    mesh = Mesh.parse("H100: gpu=2")
+    sized = OnMicrobatches(AnySize(graph, 7), 8, mesh, Options())
+    few = sized(4)
+    assert few.more == 3
+    whole = prepare(deep := sized.whole(4, "1f1b"), passes=FINDING)
+    layers = find_layers(whole, weights(deep, whole, mesh, Options())[0], by_blocks=True)
+    assert sized.ends_of_all(4) == layers.ends
+    assert len(layers) == len(few.kinds)
+
+
 def test_a_deep_model_of_unlike_blocks_is_captured_whole() -> None:
     asked: list[int | None] = []
 

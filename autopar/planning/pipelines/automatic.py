@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from autopar.errors import GraphError, InfeasibleError
@@ -88,6 +88,7 @@ class OnMicrobatches:
         self.batch, self.mesh, self.options = batch, mesh, options
         self.traced: dict[int, Graph] = {}
         self.deep: dict[int, Graph] = {}
+        self.whole_graphs: dict[int, Graph] = {}
         self.layered: dict[int, Layered] = {}
         self.ends: tuple[str, ...] = ()  # of the layers
 
@@ -143,19 +144,29 @@ class OnMicrobatches:
             graph = verify(count_whole_batch(graph, microbatches, scaled))
         return graph
 
+    def ends_of_all(self, microbatches: int) -> tuple[str, ...]:
+        """Returns the last operator of every layer of the whole model."""
+        samples = self.batch // microbatches
+        graph, prepared = self._all_layers(samples), self._deepened(samples)
+        seconds, _ = weights(graph, prepared, self.mesh, self.options)
+        return find_layers(prepared, seconds, by_blocks=True).ends
+
     def _all_layers(self, samples: int) -> Graph:
-        if samples not in self.deep:
-            self.deep[samples] = self._deepened(samples)
-        return self.deep[samples]
+        if samples not in self.whole_graphs:
+            self.whole_graphs[samples] = remove_shares(self._deepened(samples))
+        return self.whole_graphs[samples]
 
     def _deepened(self, samples: int) -> Graph:
-        graph = self._graph(samples)
-        if self.more:
-            try:
-                graph = deepen(self.model.graph(samples, LEAST - 1), graph, self.more)
-            except GraphError:  # the blocks differ
-                graph = self.model.graph(samples, LEAST + self.more)
-        return remove_shares(graph)
+        """Returns the prepared graph of all layers."""
+        if samples not in self.deep:
+            graph = self._graph(samples)
+            if self.more:
+                try:
+                    graph = deepen(self.model.graph(samples, LEAST - 1), graph, self.more)
+                except GraphError:  # the blocks differ
+                    graph = self.model.graph(samples, LEAST + self.more)
+            self.deep[samples] = graph
+        return self.deep[samples]
 
     def _graph(self, samples: int) -> Graph:
         if samples > max(_TRACED) and self.model.scales:
@@ -202,7 +213,10 @@ def plan_pipeline(
         sized = OnMicrobatches(model, batch, mesh, options)
         searched = find_pipeline(sized, limits_of(mesh, options), progress, workers)
         progress("planning the stages")
-        graph = sized.whole(searched.pipeline.microbatches, searched.pipeline.schedule)
+        count = searched.pipeline.microbatches
+        if not searched.ends:
+            searched = replace(searched, ends=sized.ends_of_all(count))
+        graph = sized.whole(count, searched.pipeline.schedule)
         return searched, plan_of(searched, graph, mesh, options, trace, workers=workers)
 
 

@@ -16,7 +16,6 @@ from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.inter_op.complete import with_sends
 from autopar.inter_op.laws import law
-from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import partition
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
@@ -35,7 +34,6 @@ from autopar.inter_op.submeshes import SubMesh, place_stages, submeshes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes
-from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.borders import Borders
@@ -44,7 +42,7 @@ from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.parallel_costs import ParallelCosts
 from autopar.planning.pipelines.schedule_names import read_schedule
 from autopar.planning.pipelines.stage_costs import StageCosts
-from autopar.planning.pipelines.stages import Devices, plan_stages, weights
+from autopar.planning.pipelines.stages import Devices, plan_stages
 from autopar.planning.pipelines.streaming import FLUSHED, Streamed, taken
 from autopar.planning.pipelines.variants import AGAIN, InFlight
 from autopar.planning.prices import by_kind
@@ -77,7 +75,8 @@ class SearchResult:
         timeline: timeline of its actions.
         others: the other simulated pipelines with their seconds, the fastest first.
         closed_form: the result of the search by closed forms.
-        ends: the last operator of every layer; () if the model has more layers than were traced.
+        ends: the last operator of every layer; () if the model has more layers than were traced,
+            until a caller adds them.
     """
 
     pipeline: Pipeline
@@ -218,7 +217,7 @@ def plan_of(
     """Returns the plan of a search's result: each stage is planned again as it will run.
 
     Args:
-        searched: the result of the search.
+        searched: the result of the search, with the ends of all layers.
         graph: the whole model on one microbatch, normalised.
         mesh: the cluster.
         options: as of the search.
@@ -228,11 +227,7 @@ def plan_of(
     Raises:
         InfeasibleError: a stage's simulated step does not fit after all.
     """
-    pipeline = searched.pipeline
-    ends = searched.ends
-    if not ends:
-        whole = prepare(graph, passes=FINDING)
-        ends = find_layers(whole, weights(graph, whole, mesh, options)[0], by_blocks=True).ends
+    pipeline, ends = searched.pipeline, searched.ends
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place_stages(mesh, [stage.submesh for stage in pipeline.stages])
     groups = [
