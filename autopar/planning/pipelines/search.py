@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
 
 from autopar.cost.device import device
@@ -155,12 +155,16 @@ def search(
     costs.know(fewest, layers)
     transfer = Borders(layers, mesh, options).between(fewest)
 
-    def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
+    @cache
+    def alone(first: int, last: int, part: int) -> tuple[float, ...]:
         total = [0.0] * 3
         for kind, number in runs(kinds[first : last + 1]):
-            for at, figure in enumerate(costs.alone(kind, fewest, part.part)):
+            for at, figure in enumerate(costs.alone(kind, fewest, part)):
                 total[at] += number * figure
-        seconds, fixed, each = (figure / part.size for figure in total)
+        return tuple(total)
+
+    def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
+        seconds, fixed, each = (figure / part.size for figure in alone(first, last, part.part))
         share = fewest / count
         kept = each * share if options.recompute == "none" else 0.0  # recomputed blocks keep little
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
