@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from dataclasses import replace
@@ -50,6 +51,17 @@ def test_rows_are_worked_on_by_a_process_each() -> None:
         assert [len(row) for row in places] == [1, 1, 1]
         assert len(set.union(*places)) == 3
         assert places[0] == {HERE}
+
+
+@pytest.mark.slow
+def test_other_processes_collect_garbage_as_often_as_this_one() -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(12_345, 67, 89)
+    try:
+        with Workers(1) as workers:
+            assert workers.run([[], [gc.get_threshold]])[1] == [(12_345, 67, 89)]
+    finally:
+        gc.set_threshold(*usual)
 
 
 @pytest.mark.slow
