@@ -38,6 +38,7 @@ MANY_PARAMETERS = {
     "autopar.cli.schedules:command": _COMMAND,
     "autopar.cli.simulate:command": _COMMAND,
     "autopar.inter_op.dynamic_program:sums": _COMPILED,
+    "autopar.inter_op.dynamic_program:sums_before": _COMPILED,
     "autopar.inter_op.dynamic_program:trace": _COMPILED,
     "autopar.inter_op.partition:partition": _PLANNING,
     "autopar.inter_op.single_chunk:_Program.__init__": _PLANNING,

@@ -246,9 +246,10 @@ class EqualSubmeshPipelines:
         fits = np.flatnonzero(nbytes <= memory)  # by seconds, and those by seconds once
         once = mixed.sums[fits, 1]
         before = np.minimum.accumulate(np.concatenate([[math.inf], once]))[:-1]
+        best = fits[once < before]
         return [
-            _Way(*mixed.sums[at, :2].tolist(), tuple(mixed.options[at].tolist()))
-            for at in fits[once < before]
+            _Way(float(sums[0]), float(sums[1]), tuple(options))
+            for sums, options in zip(mixed.sums[best], mixed.options[best].tolist(), strict=True)
         ]
 
 

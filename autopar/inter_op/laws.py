@@ -52,8 +52,7 @@ def law(name: str, **options: int) -> Law:
             continue
         chunks, copies = made.stages // ranks, made.copies
         break
-    if not chunks:
-        assert refused is not None
+    if refused and not chunks:
         raise refused
 
     @cache
