@@ -30,6 +30,7 @@ from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.executed.execution import Execution
@@ -277,10 +278,11 @@ def command(
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(spec, options, tracer)
-        best = make_plan(graph, mesh, options, tracer)
+        known = Prices(mesh, cost_model(mesh, options))
+        best = make_plan(graph, mesh, options, tracer, known=known)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
-        prices, peak = cost_model(mesh, options), best.predicted.peak_bytes
-        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
+        peak = best.predicted.peak_bytes
+        explanation = explained(graph, best, best.limit, options.table, known, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**plan_json(plan), **limits, **rounds_json(rounds)})
