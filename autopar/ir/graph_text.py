@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from autopar.errors import AutoparError, GraphError
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Execution, Part
-from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source
+from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source, map_arg
 from autopar.ir.tensor import TensorType
 
 _CONSTANTS: dict[str, Arg] = {
@@ -319,12 +319,14 @@ def fingerprint(graph: Graph) -> str:
     outputs and loss, but neither names of nodes nor source lines.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
+    numbers = {name: Ref(str(index)) for name, index in position.items()}
     rows: list[object] = []
     for node in graph.nodes:
-        plain = node.map_refs(lambda name: Ref(str(position[name])))
-        keywords = [(key, _format_arg(value)) for key, value in plain.kwargs]
-        arguments = [_format_arg(arg) for arg in plain.args]
-        rows.append((plain.op, arguments, keywords, [str(kind) for kind in plain.types]))
+        arguments = [_format_arg(map_arg(arg, numbers.__getitem__)) for arg in node.args]
+        keywords = [
+            (key, _format_arg(map_arg(value, numbers.__getitem__))) for key, value in node.kwargs
+        ]
+        rows.append((node.op, arguments, keywords, [str(kind) for kind in node.types]))
     outputs = [(user, position[name]) for user, name in graph.outputs]
     loss = None if graph.loss is None else position[graph.loss]
     digest = hashlib.sha256(repr((rows, outputs, loss)).encode()).hexdigest()
