@@ -21,7 +21,7 @@ from autopar.cli.common.model_options import (
     own_rules,
     shapes,
 )
-from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.pin_options import pin_options, plan_to_change, read_pins
 from autopar.cli.common.planning_profile import PROFILE
 from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
 from autopar.cli.common.single_plan_view import plan_json, solver_line
@@ -231,7 +231,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --task generate --batch 32 --prompt 512
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
-    before = Plan.load(source).stage if source else None
+    before = plan_to_change(source) if source else None
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,

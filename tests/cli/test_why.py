@@ -279,7 +279,7 @@ def test_the_text_says_what_the_json_says(ask: Callable[..., Any], folder: Path)
         (("why", "mlp.py:1"), "is named"),
         (("why-not", "down.bias", "[16]"), "is named"),
         (("why-not", "up.weight", "[64, 15]"), "its shape is [64, 16]"),
-        (("why-not", "up.weight", "[64@rack, 16]"), "fits no choice"),
+        (("why-not", "up.weight", "[64@rack, 16]"), "'rack' is no axis of toy"),
         (("why-not", "up.weight", "64 x 16"), "cannot read"),
         (("why-not", "x", "[32@gpu, 16]"), "a batch is given whole"),
         (("why", "up.weight", "--memory", "lots"), "cannot read the quantity"),
