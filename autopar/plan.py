@@ -46,7 +46,9 @@ from autopar.plan_entries import (
 from autopar.stage_plan import StagePlan, check_mesh, mesh_of
 
 VERSION = 2
-FILE = Kind("the plan", PlanError)
+FILE = Kind(
+    "the plan", PlanError, "name a file that `autopar plan MODEL --mesh MESH -o FILE` has written"
+)
 
 
 @dataclass(frozen=True)

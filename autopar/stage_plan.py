@@ -173,14 +173,20 @@ class StagePlan:
             PlanMismatchError: it is for others; says what differs.
         """
         check_mesh(self.mesh, mesh)
-        if self.graph != graph or set(self.nodes) != nodes:
-            missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
+        missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
+        what, graphs = "the plan is for another model", f"plan: {self.graph}; here: {graph}; "
+        if missing or extra:
             raise PlanMismatchError(
-                "the plan is for another model",
-                why=f"plan: {self.graph}; here: {graph}; "
-                f"nodes without a layout: {', '.join(missing[:5]) or 'none'}; "
+                what,
+                why=f"{graphs}nodes without a layout: {', '.join(missing[:5]) or 'none'}; "
                 f"unknown nodes: {', '.join(extra[:5]) or 'none'}",
                 todo="plan this model again",
+            )
+        if self.graph != graph:
+            raise PlanMismatchError(
+                f"{what}, or another batch",
+                why=f"{graphs}all nodes have the same names, but not the same shapes and arguments",
+                todo="give the batch and the sizes that the plan was made for, or plan again",
             )
 
     def to_table(self) -> TomlTable:

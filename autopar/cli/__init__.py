@@ -23,7 +23,7 @@ def main() -> None:
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" -o plan.toml
     autopar explain plan.toml
     autopar simulate plan.toml
-    autopar why plan.toml lm_head.weight
+    autopar why plan.toml transformer.wte.weight
     autopar diff plan.toml other.toml
     autopar emit plan.toml -o program
     autopar report plan.toml -o plan.html

@@ -103,11 +103,12 @@ def command(
     autopar explain pipeline.toml --stage 1 --by collective
     autopar explain generation.toml
     """
-    from autopar.cli.common import generation_view, pipeline_view
     from autopar.cli.common.open_plan import PlanFile
 
     known = table(own_rules(rule_files))
     if generates(file):
+        from autopar.cli.common import generation_view  # with torch
+
         if number is not None or trace_json is not None or named:
             raise click.UsageError("--stage, --trace-json and --dims are for plans of training")
         generation_view.show(file, model, known, by, as_json)
@@ -128,6 +129,8 @@ def command(
             by_prices = prices(part.plan, calibration, part.whole)
             explanation = explained(part.graph, part.plan, limit, known, by_prices, part.repeated)
     if whole:
+        from autopar.cli.common import pipeline_view  # with numba
+
         pipeline_view.show(opened, trace_json, as_json)
     elif named:
         print_json(dims.to_json(dim_rows)) if as_json else print_out(dims.render(dim_rows))

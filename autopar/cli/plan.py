@@ -21,7 +21,7 @@ from autopar.cli.common.model_options import (
     own_rules,
     shapes,
 )
-from autopar.cli.common.pin_options import pin_options, read_pins
+from autopar.cli.common.pin_options import pin_options, plan_to_change, read_pins
 from autopar.cli.common.planning_profile import PROFILE
 from autopar.cli.common.replicas import fastest, method, replica, rounds_json, with_rounds
 from autopar.cli.common.single_plan_view import plan_json, solver_line
@@ -30,6 +30,7 @@ from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.inter_op.schedules import LOCAL_UPDATES, allowed
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.executed.execution import Execution
@@ -230,7 +231,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --task generate --batch 32 --prompt 512
     """
     devices, way = Mesh.parse(mesh_text), Outer.read(outer)
-    before = Plan.load(source).stage if source else None
+    before = plan_to_change(source) if source else None
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
     given: dict[str, Any] = {
         "unknown_ops": unknown_ops,
@@ -277,10 +278,11 @@ def command(
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(spec, options, tracer)
-        best = make_plan(graph, mesh, options, tracer)
+        known = Prices(mesh, cost_model(mesh, options))
+        best = make_plan(graph, mesh, options, tracer, known=known)
         plan, rounds = with_rounds(graph, Plan.of(best, spec), way, devices)
-        prices, peak = cost_model(mesh, options), best.predicted.peak_bytes
-        explanation = explained(graph, best, best.limit, options.table, prices, peak=peak)
+        peak = best.predicted.peak_bytes
+        explanation = explained(graph, best, best.limit, options.table, known, peak=peak)
     if as_json:
         limits = {"memory_limit": best.limit, "whole": explanation.whole}
         print_json({**plan_json(plan), **limits, **rounds_json(rounds)})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from autopar.cli.common import pipeline_view
 from autopar.cli.common.console import FILE, JSON, print_json, print_out, stages
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.open_plan import PlanFile
@@ -82,6 +81,8 @@ def command(
         if asked.plan.is_pipeline:
             assert opened.step
     if asked.plan.is_pipeline:
+        from autopar.cli.common import pipeline_view  # with numba
+
         pipeline_view.show(opened, trace_json, as_json)
         return
     chosen, graph = asked.plan.stage, opened.graphs[0]

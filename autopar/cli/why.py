@@ -80,7 +80,7 @@ def command(
     """
     with stages(quiet=as_json) as stage:
         case = open_case(file, name, stage, **given)
-        nodes = named(case.graph, name)
+        nodes = named(case.names, name)
         if len(nodes) > MOST:
             raise PinError(
                 f"{name!r} names {len(nodes)} decisions, more than the {MOST} that can be compared",
@@ -118,8 +118,8 @@ def why_not(
     "by ring", replaces the form that the plan's own pins give.
 
     \b
-    autopar why-not plan.toml lm_head.weight "[50257@gpu, 768]"
-    autopar why-not plan.toml lm_head.weight "[50257@gpu, 768] => [50257, 768] -sum(gpu)"
+    autopar why-not plan.toml transformer.wte.weight "[50257@gpu, 768]"
+    autopar why-not plan.toml transformer.wte.weight "[50257@gpu, 768] => [50257, 768] -sum(gpu)"
     autopar why-not plan.toml %add_3 "[8@node, 1024, 768] along node"
     """
     with stages(quiet=as_json) as stage:

@@ -38,7 +38,7 @@ class Kind:
     Attributes:
         what: "the plan".
         error: is raised, and says what cannot be read or written.
-        todo: what to do where there is no such file.
+        todo: what to do where there is no such file, or one that cannot be read.
         limit: bytes of content.
         bad: what is said of a text that cannot be read.
     """
@@ -75,7 +75,9 @@ class Kind:
             return self.content(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(
-                f"cannot read {self.what} {_shown(path)}", why=f"it is no text: {error}"
+                f"cannot read {self.what} {_shown(path)}",
+                why=f"it is no text: {error}",
+                todo=self.todo,
             ) from error
 
     def toml(self, text: str, where: str = "") -> dict[str, Any]:
@@ -87,8 +89,8 @@ class Kind:
                     raise ValueError("a key has too many parts")
             return tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            why = _reason(error)
-            raise self.error(f"{self.what} is not readable TOML", where=where, why=why) from error
+            what, why = f"{self.what} is not readable TOML", _reason(error)
+            raise self.error(what, where=where, why=why, todo=self.todo) from error
 
     def json(self, text: str | bytes, where: str = "") -> Any:
         """The value that a text in JSON holds; raises `error`."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from autopar.errors import AutoparError, PlanError
-from autopar.intra_op.node_choices import node_options, parameter_options
+from autopar.intra_op.node_choices import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import allowed_storages
 from autopar.ir.graph import EXTEND, WRITE, Graph, Node
 from autopar.ir.tensor import Layout
 from autopar.plan_entries import Shaped
 from autopar.stage_plan import StagePlan
+
+Side = tuple[Shaped, ...]
+Allowed = frozenset[tuple[Side, Side, str]]  # operands, results and form of each choice
 
 
 def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
@@ -21,6 +26,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
         StateError: an invalid state sharding.
     """
     allowed_storages(plan.state or None, plan.precision, plan.mesh)
+    choices = _Choices(graph, plan, table)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # checked with its share
@@ -29,15 +35,10 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
         fault = ""
         if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
             leaf = graph[graph.template[node.inputs[0]]]
-            options = tuple(parameter_options(leaf.type, plan.mesh, leaf.requires_grad))
             fault = _fault(plan, leaf.name, node.name)
-        else:
-            options, _ = node_options(graph, node, plan.mesh, table)
-            fault = _copied(graph, node, plan) if node.op in (EXTEND, WRITE) else ""
-        allowed = {
-            (_canonical(choice.operands), _canonical(choice.results), choice.form)
-            for choice in (option.entry(graph, node) for option in options)
-        }
+        elif node.op in (EXTEND, WRITE):
+            fault = _copied(graph, node, plan)
+        options, allowed = choices.of(node, leaf)
         said = (_canonical(entry.operands), _canonical(entry.results), entry.form)
         if fault or said not in allowed:
             alike = [option for option in options if option.form == entry.form] or options
@@ -49,6 +50,33 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
                 f"its strategies are {known}" + (", ..." if len(alike) > 8 else ""),
                 todo="correct that line of the plan, or plan again",
             )
+
+
+class _Choices:
+    """The choices of nodes; those that differ only in names have the same."""
+
+    def __init__(self, graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
+        self.graph, self.mesh, self.table = graph, plan.mesh, table
+        self.known: dict[Hashable, tuple[tuple[Option, ...], Allowed]] = {}
+
+    def of(self, node: Node, leaf: Node) -> tuple[tuple[Option, ...], Allowed]:
+        """Returns the choices of a node and what they allow; `leaf` is a share's parameter."""
+        stored = None if leaf is node else (leaf.type, leaf.requires_grad)
+        key = node.op, node.form, node.types, operand_types(self.graph, node), node.part, stored
+        if key not in self.known:
+            if stored is None:
+                options, _ = node_options(self.graph, node, self.mesh, self.table)
+            else:
+                options = tuple(parameter_options(stored[0], self.mesh, stored[1]))
+            entries = [option.entry(self.graph, node) for option in options]
+            self.known[key] = (
+                options,
+                frozenset(
+                    (_canonical(each.operands), _canonical(each.results), each.form)
+                    for each in entries
+                ),
+            )
+        return self.known[key]
 
 
 def _fault(plan: StagePlan, leaf: str, share: str) -> str:
@@ -71,7 +99,7 @@ def _copied(graph: Graph, node: Node, plan: StagePlan) -> str:
     return "" if alike else f"the buffer has the layout {cache[0][1].format(cache[0][0])}"
 
 
-def _canonical(side: tuple[Shaped, ...]) -> tuple[Shaped, ...]:
+def _canonical(side: Side) -> Side:
     """Returns one spelling of the layouts: the order of partial axes means nothing."""
     return tuple(
         (shape, Layout(layout.dims, tuple(sorted(layout.partial)), tuple(sorted(layout.varying))))

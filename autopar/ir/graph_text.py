@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from autopar.errors import AutoparError, GraphError
 from autopar.ir.executed.execution import AS_WRITTEN, WHOLE, Execution, Part
-from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source
+from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source, map_arg
 from autopar.ir.tensor import TensorType
 
 _CONSTANTS: dict[str, Arg] = {
@@ -129,12 +129,13 @@ def parse_graph(text: str) -> Graph:
     losses: list[str] = []
     repeats: list[Repeat] = []
     execution = AS_WRITTEN
+    types: dict[str, TensorType] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        reader = _Reader(line.strip())
+        reader = _Reader(line.strip(), types)
         try:
-            if not reader.rest or reader.rest.startswith("#"):
+            if not reader.text or reader.text.startswith("#"):
                 continue
-            if reader.rest.startswith("%"):
+            if reader.text.startswith("%"):
                 nodes.append(_read_node(reader))
             elif reader.accept("graph ") and header is None:
                 header = reader.string()
@@ -169,23 +170,34 @@ def parse_graph(text: str) -> Graph:
 
 
 class _Reader:
-    """The part of a line that is still to be read."""
+    """Reads a line from left to right; `types` are those that other lines have named."""
 
-    def __init__(self, text: str) -> None:
-        self.rest = text
+    def __init__(self, text: str, types: dict[str, TensorType]) -> None:
+        self.text, self.at, self.types = text, 0, types
+
+    @property
+    def rest(self) -> str:
+        """The part of the line that is still to be read."""
+        return self.text[self.at :]
+
+    def _pass(self, end: int) -> None:
+        """Consumes the line up to a position, and the spaces after it."""
+        while self.text[end : end + 1].isspace():
+            end += 1
+        self.at = end
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Consumes `pattern` if the line continues with it."""
-        match = pattern.match(self.rest)
+        match = pattern.match(self.text, self.at)
         if match:
-            self.rest = self.rest[match.end() :].lstrip()
+            self._pass(match.end())
         return match
 
     def accept(self, text: str) -> bool:
         """Consumes `text` if the line continues with it."""
-        accepted = self.rest.startswith(text)
+        accepted = self.text.startswith(text, self.at)
         if accepted:
-            self.rest = self.rest[len(text) :].lstrip()
+            self._pass(self.at + len(text))
         return accepted
 
     def expect(self, text: str) -> None:
@@ -199,14 +211,14 @@ class _Reader:
         return match
 
     def string(self) -> str:
-        return str(ast.literal_eval(self.need(_STRING, "a quoted text")[0]))
+        return str(_literal(self.need(_STRING, "a quoted text")[0]))
 
     def reference(self) -> str:
         return self.need(_REF, "a reference such as %x")[1]
 
     def references(self) -> Iterator[str]:
         """Yields all references up to the end of the line."""
-        while self.rest:
+        while self.at < len(self.text):
             yield self.reference()
 
     def items(self, close: str = ")") -> Iterator[None]:
@@ -218,7 +230,10 @@ class _Reader:
                 return
 
     def type(self) -> TensorType:
-        return TensorType.parse(self.need(_TYPE, "a type such as f32[8, 16]")[0])
+        text = self.need(_TYPE, "a type such as f32[8, 16]")[0]
+        if text not in self.types:
+            self.types[text] = TensorType.parse(text)
+        return self.types[text]
 
     def arg(self) -> Arg:
         """Returns one literal, reference, name or tuple of them."""
@@ -229,13 +244,23 @@ class _Reader:
         if match := self.match(_CONSTANT):
             return _CONSTANTS[match[0]]
         if match := self.match(_STRING) or self.match(_NUMBER):
-            value: Arg = ast.literal_eval(match[0])
-            return value
+            return _literal(match[0])
         return Name(self.need(_NAME, "an argument")[0])
 
     def end(self) -> None:
-        if self.rest:
+        if self.at < len(self.text):
             raise ValueError(f"nothing more is expected before {self.rest[:30]!r}")
+
+
+def _literal(text: str) -> Arg:
+    """Returns the value of a number or of a quoted text."""
+    if text.isdecimal() and text.isascii() and text[0] != "0":
+        return int(text)
+    inside = text[1:-1]
+    if text[0] in "'\"" and "\\" not in inside and inside.isprintable():
+        return inside
+    value: Arg = ast.literal_eval(text)
+    return value
 
 
 def _read_carried(reader: _Reader) -> Iterator[tuple[str, str]]:
@@ -280,7 +305,7 @@ def _read_node(reader: _Reader) -> Node:
         reader.expect(")")
     source = Source()
     if reader.accept("#"):
-        source, reader.rest = parse_source(reader.rest), ""
+        source, reader.at = parse_source(reader.rest), len(reader.text)
     return Node(
         name, op, tuple(args), tuple(kwargs), tuple(types),
         source, requires_grad, alias, saved or (), keeps or (), part,
@@ -294,12 +319,14 @@ def fingerprint(graph: Graph) -> str:
     outputs and loss, but neither names of nodes nor source lines.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
+    numbers = {name: Ref(str(index)) for name, index in position.items()}
     rows: list[object] = []
     for node in graph.nodes:
-        plain = node.map_refs(lambda name: Ref(str(position[name])))
-        keywords = [(key, _format_arg(value)) for key, value in plain.kwargs]
-        arguments = [_format_arg(arg) for arg in plain.args]
-        rows.append((plain.op, arguments, keywords, [str(kind) for kind in plain.types]))
+        arguments = [_format_arg(map_arg(arg, numbers.__getitem__)) for arg in node.args]
+        keywords = [
+            (key, _format_arg(map_arg(value, numbers.__getitem__))) for key, value in node.kwargs
+        ]
+        rows.append((node.op, arguments, keywords, [str(kind) for kind in node.types]))
     outputs = [(user, position[name]) for user, name in graph.outputs]
     loss = None if graph.loss is None else position[graph.loss]
     digest = hashlib.sha256(repr((rows, outputs, loss)).encode()).hexdigest()

@@ -14,7 +14,7 @@ from autopar.intra_op.node_choices import AllowedStorages
 from autopar.intra_op.pins.pin_functions import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
-from autopar.intra_op.solvers import find
+from autopar.intra_op.solvers import check as check_solver
 from autopar.intra_op.states import allowed_storages
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.executed.execution import AS_WRITTEN, Execution
@@ -95,7 +95,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_allowed(self.schedule, self.allow)
-        find(self.solver)  # refuses an unknown name before the model is captured
+        check_solver(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
         ExpertLoad.parse(self.expert_load)
         DocumentLengths.parse(self.documents)

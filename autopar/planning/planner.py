@@ -14,12 +14,13 @@ from functools import cache, partial
 
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PinError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.axis_runs import can_be_complete
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
+from autopar.intra_op.pins.layout_pins import Pin, parts
 from autopar.intra_op.pins.pin_functions import resolve_pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
@@ -164,6 +165,7 @@ class Planner:
         self.pins = resolve_pins(
             options.pins, graph, mesh, options.table, stored=options.state is None
         )
+        _check_axes(self.pins, mesh)
         self.prices = cost_model(mesh, options)
         self.known = known or Prices(mesh, self.prices)
         self.allowed_storages = options.allowed_storages(mesh)
@@ -297,6 +299,20 @@ class Planner:
         plan = replace(plan, fused=savings(graph, plan, rules, self.known))
         simulated = with_simulated(graph, plan, rules, self.known, self.repeated)
         return replace(chosen, plan=simulated)
+
+
+def _check_axes(pins: Mapping[str, str], mesh: Mesh) -> None:
+    """Raises PinError if a pin requires an axis that the mesh does not have."""
+    for key, text in pins.items():
+        for pin in map(Pin.parse, parts(text)):
+            named = (axis for layout in (pin.layout, *pin.stored) for axis in layout.axes)
+            missing = [axis for axis in named if axis not in mesh.names]
+            if missing and not pin.other:
+                raise PinError(
+                    f"the pin {key!r} = {str(pin)!r} is along an axis that the mesh does not have",
+                    why=f"{missing[0]!r} is no axis of {mesh}",
+                    todo=f"name {' or '.join(mesh.names)}, or leave the pin out",
+                )
 
 
 def report(problem: Problem, solution: Solution) -> SolverReport:

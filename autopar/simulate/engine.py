@@ -202,6 +202,9 @@ class _Engine:
 
     def _advance(self) -> None:
         """Advances to the next completion, or to the time at which the next task is issued."""
+        if len(self.running) == 1 and self.next == len(self.tasks):
+            self._end_alone()
+            return
         rates = self._rates()
         ends = {stream: task.left / rates[stream] for stream, task in self.running.items()}
         passed = min(ends.values(), default=math.inf)
@@ -225,6 +228,15 @@ class _Engine:
             for stream in self._finish(position):
                 self._begin(stream)
         self._issue()
+
+    def _end_alone(self) -> None:
+        """Advances to the end of the only running task, which has the device to itself."""
+        stream, task = self.running.popitem()
+        self.now += task.left
+        if stream != COMPUTE:
+            self.exposed[task.position] += task.left
+        for freed in self._finish(task.position):
+            self._begin(freed)
 
     def _rates(self) -> dict[str, float]:
         """Returns the speed of each running task, 1 if it has the device to itself."""

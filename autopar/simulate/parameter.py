@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.work import copy_work
@@ -25,6 +25,7 @@ class Weight:
         storage: the layouts of its states.
         value: its stored shard.
         hops: its collectives in a step.
+        paths: the same by the time of a step, see `paths_of`.
         block: its block, whose parameters are gathered together.
         place: index of its first use in the program.
         total: the sum of earlier microbatches' gradients.
@@ -35,13 +36,14 @@ class Weight:
     storage: Storage
     value: Value
     hops: tuple[Hop, ...]
+    paths: Mapping[str, tuple[Hop, ...]]
     block: str = ""
     place: int = 0
     total: Buffer | None = None
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Returns its collectives at one time of a step; see `Hop.when`."""
-        return tuple(hop for hop in self.hops if hop.when == when)
+        return self.paths.get(when, ())
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +61,7 @@ class Gather:
     Attributes:
         when: see `Hop`.
         members: by block and name.
+        places: of each block, the index of its first use in the program.
         arrived: gathered buffers that no reader has taken yet, with the task that produces them or
             -1.
         coming: the same by block, for blocks that are being gathered.
@@ -67,13 +70,19 @@ class Gather:
 
     when: str
     members: dict[str, dict[str, Weight]] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
     arrived: dict[str, tuple[Buffer, int]] = field(default_factory=dict)
     coming: dict[str, dict[str, tuple[Buffer, int]]] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
 
+    def add(self, block: str, weight: Weight) -> None:
+        """Adds a parameter to a block."""
+        self.members.setdefault(block, {})[weight.name] = weight
+        self.places[block] = min(self.places.get(block, weight.place), weight.place)
+
     def order(self) -> list[str]:
         """Returns the blocks in the order in which a forward uses them."""
-        return sorted(self.members, key=lambda b: min(w.place for w in self.members[b].values()))
+        return sorted(self.places, key=self.places.__getitem__)
 
     def take(self, weight: Weight) -> tuple[Buffer, int]:
         """Returns a gathered parameter, for its reader to hold."""
@@ -95,6 +104,12 @@ class Gather:
         """Drops gathered parameters that no reader took, except those of one block."""
         for name in [name for name in self.arrived if name not in self.members.get(but, {})]:
             recorder.drop(*self.arrived.pop(name))
+
+
+def paths_of(hops: Sequence[Hop]) -> dict[str, tuple[Hop, ...]]:
+    """Returns collectives by the time of a step at which they run; see `Hop.when`."""
+    whens = dict.fromkeys(hop.when for hop in hops)
+    return {when: tuple(hop for hop in hops if hop.when == when) for when in whens}
 
 
 def one_call(hops: Sequence[Hop]) -> Collective:

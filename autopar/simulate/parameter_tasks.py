@@ -79,7 +79,7 @@ class Weights:
         if not weight.storage.moves:
             self.direct[id(weight.value)] = weight
         if weight.path("forward"):
-            self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
+            self.fetched.add(weight.block, weight)
         if self.microbatches > 1:
             for hop in weight.path("accumulate"):  # by the microbatches before
                 self._leave(weight, hop)
@@ -113,7 +113,7 @@ class Weights:
     def save(self, kept: Buffer) -> None:
         """Records that an operator's backward needs a parameter of which only a part is kept."""
         weight = self.again[id(kept)]
-        self.refetched.members.setdefault(weight.block, {})[weight.name] = weight
+        self.refetched.add(weight.block, weight)
 
     def fetch(self, saved: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
         """Gathers again the parameters that an operator's backward needs whole.
@@ -125,7 +125,7 @@ class Weights:
         for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
             if weight.name not in self.refetched.arrived:
                 if weight.block in self.refetched.done:  # a second operator needs it
-                    self.refetched.members[f"{weight.name} again"] = {weight.name: weight}
+                    self.refetched.add(f"{weight.name} again", weight)
                     self._arrive(self.refetched, weight, 0, f"{weight.name} again")
                 else:
                     self._arrive(self.refetched, weight, -1)

@@ -8,6 +8,7 @@ the forward begins, because the emitted program sets them to None.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
@@ -15,15 +16,17 @@ from autopar.ir.collective import Collective
 from autopar.ir.crossing import gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.stage_graphs import SENT, is_trained
-from autopar.ir.update import nbytes_in, shared_states
+from autopar.ir.storage import Hop, Storage
+from autopar.ir.tensor import TensorType
+from autopar.ir.update import Rule, nbytes_in, shared_states
 from autopar.lower.lines import Lowered
 from autopar.lower.program import lower
 from autopar.simulate.backward import backward
 from autopar.simulate.buffers import Recorder, Value
 from autopar.simulate.forward import Forward
-from autopar.simulate.optimizer_step import Updated, update, updated_of
+from autopar.simulate.optimizer_step import Updated, update, updated_in
 from autopar.simulate.owned_update import Owned, most_states
-from autopar.simulate.parameter import Weight
+from autopar.simulate.parameter import Weight, paths_of
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Task
@@ -73,6 +76,25 @@ def tasks(
     return step.simulate(lower(graph, plan, model.collective))
 
 
+@dataclass(frozen=True)
+class _Parameter:
+    """Properties of a parameter that are the same in all blocks.
+
+    Attributes:
+        storage: the layouts of its states.
+        hops: its collectives in a step.
+        paths: the same by the time of a step, see `paths_of`.
+        updated: the part of it that this device updates; its name is that of one block.
+        states: bytes of its optimizer state on this device.
+    """
+
+    storage: Storage
+    hops: tuple[Hop, ...]
+    paths: Mapping[str, tuple[Hop, ...]]
+    updated: Updated
+    states: float
+
+
 class _Step:
     """Simulates a step once, by `simulate`."""
 
@@ -111,6 +133,7 @@ class _Step:
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, Updated] = {}
         self.owned: list[Owned] = []
+        self.parameters: dict[tuple[str, TensorType, bool, Rule], _Parameter] = {}
 
     def simulate(self, program: Lowered) -> tuple[Task, ...]:
         self._begin()
@@ -177,23 +200,40 @@ class _Step:
 
     def _parameter(self, node: Node) -> None:
         """Allocates the states of a parameter."""
-        share = self.graph.template[self.graph.users[node.name][0]]
-        plan, trained = self.plan, node.requires_grad
-        storage = plan.storage(self.graph.template[node.name], share)
-        master = plan.precision.has_master(node.type, trained)
-        if storage.moves or master:
-            hops = storage.hops(node.type, plan.mesh, plan.microbatches, trained, plan.precision)
-            value = self.leaves[node.name]
+        plan, known, value = self.plan, self._known(node), self.leaves[node.name]
+        if known.storage.moves or plan.precision.has_master(node.type, node.requires_grad):
             block, place = self.blocks.get(node.name, node.name), self.places[node.name]
-            self.weights.add(Weight(node.name, node, storage, value, hops, block, place))
-        elif node.requires_grad and self.plan.microbatches > 1:
+            collectives = known.hops, known.paths
+            self.weights.add(
+                Weight(node.name, node, known.storage, value, *collectives, block, place)
+            )
+        elif node.requires_grad and plan.microbatches > 1:
             # The accumulated gradient of earlier microbatches, to which the last one adds.
-            nbytes = self.leaves[node.name].buffer.nbytes
-            earlier = self.recorder.allocate("gradient", node.name, nbytes)
-            self.leaves[node.name].gradient = self.recorder.hold(earlier)
-            self.weights.plain[id(self.leaves[node.name])] = node.type.dtype
-        updated = self.updated[node.name] = updated_of(self.graph, plan, node)
-        self.owned += [updated.owned] if updated.owned is not None else []
-        own = [kept for kept in plan.states(node, storage) if not kept.whole]
-        if nbytes := nbytes_in(own, "device"):
-            self.recorder.hold(self.recorder.allocate("optimizer", node.name, nbytes))
+            earlier = self.recorder.allocate("gradient", node.name, value.buffer.nbytes)
+            value.gradient = self.recorder.hold(earlier)
+            self.weights.plain[id(value)] = node.type.dtype
+        owned = known.updated.owned
+        if owned is not None:
+            owned = replace(owned, name=node.name)
+            self.owned.append(owned)
+        self.updated[node.name] = replace(known.updated, name=node.name, owned=owned)
+        if known.states:
+            self.recorder.hold(self.recorder.allocate("optimizer", node.name, known.states))
+
+    def _known(self, node: Node) -> _Parameter:
+        """Returns the properties of a parameter, worked out once for all blocks."""
+        plan, trained, template = self.plan, node.requires_grad, self.graph.template
+        rule = plan.update.rule(node.target, node.type.shape)
+        key = template[node.name], node.type, trained, rule
+        if key not in self.parameters:
+            storage = plan.storage(template[node.name], template[self.graph.users[node.name][0]])
+            hops = storage.hops(node.type, plan.mesh, plan.microbatches, trained, plan.precision)
+            own = [kept for kept in plan.states(node, storage) if not kept.whole]
+            self.parameters[key] = _Parameter(
+                storage,
+                hops,
+                paths_of(hops),
+                updated_in(storage, node, plan.mesh, plan.precision, rule),
+                nbytes_in(own, "device"),
+            )
+        return self.parameters[key]

@@ -97,6 +97,18 @@ def test_edits_that_cannot_be_are_refused_by_name(model: str, plan: Path) -> Non
         assert f"the param '{UP}'" in said
 
 
+def test_a_plan_that_cannot_be_changed_is_refused(model: str, plan: Path, tmp_path: Path) -> None:
+    mesh = MESH.replace("gpu=", "other=")
+    assert mesh != MESH
+    said = refused("plan", model, "--mesh", mesh, "--from", plan, says="'gpu' is no axis of")
+    assert "other" in said
+    pipeline = tmp_path / "pipeline.toml"
+    replace(Plan.load(plan), schedule="1f1b").save(pipeline)
+    says = "this one is a pipeline"
+    said = refused("plan", model, "--mesh", MESH, "--from", pipeline, says=says)
+    assert str(pipeline) in said
+
+
 def test_a_plan_without_pins_has_nothing_to_keep(model: str, plan: Path, tmp_path: Path) -> None:
     """As those have that were made before there was such a table; they load as ever."""
     old = Plan.of(replace(Plan.load(plan).stage, pins={}))

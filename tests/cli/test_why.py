@@ -279,7 +279,7 @@ def test_the_text_says_what_the_json_says(ask: Callable[..., Any], folder: Path)
         (("why", "mlp.py:1"), "is named"),
         (("why-not", "down.bias", "[16]"), "is named"),
         (("why-not", "up.weight", "[64, 15]"), "its shape is [64, 16]"),
-        (("why-not", "up.weight", "[64@rack, 16]"), "fits no choice"),
+        (("why-not", "up.weight", "[64@rack, 16]"), "'rack' is no axis of toy"),
         (("why-not", "up.weight", "64 x 16"), "cannot read"),
         (("why-not", "x", "[32@gpu, 16]"), "a batch is given whole"),
         (("why", "up.weight", "--memory", "lots"), "cannot read the quantity"),
@@ -294,12 +294,16 @@ def test_bad_questions_are_named(folder: Path, arguments: tuple[str, ...], says:
 def test_bad_plans_are_named(folder: Path, tmp_path: Path) -> None:
     text, model = (folder / "plan.toml").read_text(), f"{folder / 'mlp.py'}:model"
     for command, *rest in (("why", "up.weight"), ("why-not", "up.weight", "[64, 16]")):
-        refused(command, tmp_path / "none.toml", *rest, says="cannot read the plan")
+        next_step = "autopar plan MODEL --mesh MESH -o FILE"
+        absent = refused(command, tmp_path / "none.toml", *rest, says="cannot read the plan")
         (tmp_path / "damaged.toml").write_text(text.replace("[stages.layouts]", "[lay"))
-        refused(command, tmp_path / "damaged.toml", *rest, says="not readable TOML")
+        damaged = refused(command, tmp_path / "damaged.toml", *rest, says="not readable TOML")
+        (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+        binary = refused(command, tmp_path / "binary.toml", *rest, says="it is no text")
+        assert all(next_step in said for said in (absent, damaged, binary))
         refused(command, folder / "plan.toml", *rest, says="code that a plan names is not run")
         arguments = (folder / "plan.toml", *rest, "--model", model, "--batch", 64)
-        refused(command, *arguments, says="the plan is for another model")
+        assert "give the batch" in refused(command, *arguments, says="or another batch")
 
 
 def test_a_name_of_too_many_choices_is_refused(

@@ -75,6 +75,17 @@ def test_plans_on_two_axes_are_legal_as_written_and_read() -> None:
         legal.check(graph, Plan.from_toml(Plan.of(plan).to_toml()).stage, rules())
 
 
+def test_each_of_several_equal_operators_is_checked() -> None:
+    graph, _, plan = planned("gpt2")
+    linears = [node.name for node in graph.folded if node.op == "aten.linear"]
+    types = [(graph[name].types, graph[graph[name].inputs[0]].types) for name in linears]
+    assert len(set(types)) < len(types)
+    for name in linears:
+        wrong = replace(plan.nodes[name], form="ring")
+        with pytest.raises(PlanError, match=f"of %{name} are not possible"):
+            legal.check(graph, replace(plan, nodes={**plan.nodes, name: wrong}), rules())
+
+
 def edited(name: str, node: str, line: str) -> StagePlan:
     plan = planned(name)[2]
     assert node in plan.nodes

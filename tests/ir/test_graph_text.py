@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import replace
 
@@ -45,6 +46,25 @@ def test_nan_reads_back_as_nan() -> None:
     value = parse_graph(f"graph 'g'\n{line}\n")["a"].args[1]
     assert isinstance(value, float)
     assert math.isnan(value)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=8).map(repr),
+        st.sampled_from(["'a\\x41'", '"it\'s"', "'\\'", "'a\tb'", "'\x0c'", "''", "'#'", "'%x'"]),
+        st.from_regex(r"-?[0-9]{1,4}(\.[0-9]{0,3})?(e[+-]?[0-9]{1,2})?", fullmatch=True),
+    )
+)
+def test_literals_mean_what_python_means_by_them(literal: str) -> None:
+    text = f"graph 'g'\n%a = aten.full((), {literal}) : f32[]\n"
+    try:
+        expected = ast.literal_eval(literal)
+    except SyntaxError:  # "007", or a quote that is not closed
+        with pytest.raises(GraphError):
+            parse_graph(text)
+        return
+    value = parse_graph(text)["a"].args[1]
+    assert (type(value), value) == (type(expected), expected)
 
 
 @pytest.mark.parametrize(

@@ -25,16 +25,13 @@ from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.schedule_names import in_flight, schedule_of, stages_of_rank
-from autopar.planning.pipelines.simulated import Simulated, simulated
-from autopar.planning.pipelines.streaming import copies_of, taken
-from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.trace import Trace
 from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from autopar.capture.capture import Captured
     from autopar.planning.capturing import Call
+    from autopar.planning.pipelines.simulated import Simulated
 
 
 @dataclass(frozen=True)
@@ -208,22 +205,31 @@ class CheckedPlan:
     @cached_property
     def step(self) -> Simulated:
         """The simulated step of a pipeline."""
+        from autopar.planning.pipelines.simulated import simulated
+
         return simulated(self.graphs, self.plan, self.options)
 
     def stage(self, number: int = 0) -> Stage:
         """Returns one of its stages."""
-        plan, repeated = self.plan, None
-        if plan.is_pipeline:
-            groups = len({start for stage in plan.stages for start in stage.starts})
-            schedule = schedule_of(plan.schedule, groups, plan.microbatches)
-            own, wiring = plan.stages[number], wiring_of(self.graphs, [s.mesh for s in plan.stages])
-            repeated = Repeated(
-                plan.microbatches,
-                in_flight(schedule, number),
-                stages_of_rank(schedule, number),
-                copies_of(schedule, wiring)[number],
-                own.precision,
-                taken(schedule),
-                own.late_loss,
-            )
-        return Stage(plan.stages[number], self.graphs[number], plan.mesh, repeated)
+        repeated = self._repeated(number) if self.plan.is_pipeline else None
+        return Stage(self.plan.stages[number], self.graphs[number], self.plan.mesh, repeated)
+
+    def _repeated(self, number: int) -> Repeated:
+        """Returns how often a stage of a pipeline runs in a step."""
+        from autopar.planning.pipelines.schedule_names import in_flight, schedule_of, stages_of_rank
+        from autopar.planning.pipelines.streaming import copies_of, taken
+        from autopar.planning.pipelines.wiring import wiring_of
+
+        plan = self.plan
+        groups = len({start for stage in plan.stages for start in stage.starts})
+        schedule = schedule_of(plan.schedule, groups, plan.microbatches)
+        own, wiring = plan.stages[number], wiring_of(self.graphs, [s.mesh for s in plan.stages])
+        return Repeated(
+            plan.microbatches,
+            in_flight(schedule, number),
+            stages_of_rank(schedule, number),
+            copies_of(schedule, wiring)[number],
+            own.precision,
+            taken(schedule),
+            own.late_loss,
+        )

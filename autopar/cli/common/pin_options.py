@@ -12,6 +12,7 @@ from autopar import pins
 from autopar.errors import PinError, PlanError
 from autopar.intra_op.pins.named_dims import layout
 from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PLANS: dict[str, Callable[..., pins.PinFunction]] = {
@@ -96,6 +97,19 @@ def read_pins(
     return [*result, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
 
 
+def plan_to_change(source: Path) -> StagePlan:
+    """Returns the plan of --from; raises PlanError if it is none, or a pipeline's."""
+    plan = Plan.load(source)
+    if plan.is_pipeline:
+        raise PlanError(
+            "--from takes the plan of a model in one stage",
+            where=str(source),
+            why="this one is a pipeline",
+            todo="plan again with the options that it was made with, and further pins",
+        )
+    return plan.stage
+
+
 def _plan(text: str) -> pins.PinFunction:
     """Parses a published plan and its axes, "megatron:gpu"."""
     name, _, given = text.partition(":")
@@ -118,7 +132,7 @@ def _pair(text: str, form: str) -> tuple[str, str]:
 
 def _kept(source: Path) -> dict[str, str]:
     """Returns the pins of a plan file."""
-    kept = Plan.load(source).stage.pins
+    kept = plan_to_change(source).pins
     if not kept:
         raise PlanError(
             "the plan has no pins to keep",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class Case:
     repeated: Repeated | None
     known: Prices
 
+    @cached_property
+    def names(self) -> Pins:
+        """The names of the graph's nodes, as pins use them."""
+        return Pins(self.graph, {})
+
     def again(
         self, pins: dict[str, str], limit: float | None = None, formed: Collection[str] = ()
     ) -> tuple[StagePlan, float]:
@@ -94,7 +100,7 @@ class Case:
 
     def pins(self, node: str) -> dict[str, str]:
         """Returns the plan's own pins on a decision."""
-        pins, own = Pins(self.graph, {}), self.plan.pins
+        pins, own = self.names, self.plan.pins
         return {
             key: text
             for key, text in own.items()
@@ -105,7 +111,7 @@ class Case:
         """Returns the plan's own pins, but those of forms only on other nodes than the given."""
         if not nodes:
             return self.plan.pins
-        pins, kept = Pins(self.graph, {}), list[dict[str, str]]()
+        pins, kept = self.names, list[dict[str, str]]()
         for key, text in self.plan.pins.items():
             for part in parts(text):
                 pin = Pin.parse(part)
@@ -193,7 +199,7 @@ def _stage_of(opened: CheckedPlan, name: str) -> int:
     matches, missing = list[int](), list[PinError]()
     for number, graph in enumerate(opened.graphs):
         try:
-            named(graph, name)
+            named(Pins(graph, {}), name)
             matches.append(number)
         except PinError as error:
             missing.append(error)
@@ -208,13 +214,13 @@ def _stage_of(opened: CheckedPlan, name: str) -> int:
     return matches[0]
 
 
-def named(graph: Graph, name: str) -> list[str]:
+def named(pins: Pins, name: str) -> list[str]:
     """Returns the nodes whose decisions a name, a pattern or a line "model.py:41" matches.
 
     Raises:
         PinError: it matches none; suggests similar names.
     """
-    names = Pins(graph, {}).names
+    graph, names = pins.graph, pins.names
     matches = {node.name for node in graph.folded if _names(name, names[node.name])}
     # A parameter's decision belongs to its share.
     leaves = {node for node in matches if graph[node].op == "param" and graph.users[node]}
@@ -270,7 +276,7 @@ def next_best(case: Case, decision: Decision, count: int) -> Iterator[Alternativ
 def with_forms(case: Case, name: str) -> list[str]:
     """Returns operators of a name, or in the module of that name, that have forms on the mesh."""
     graph, mesh = case.graph, case.plan.mesh
-    pin, pins = Pin.parse(f"by {PLAIN}"), Pins(graph, {})
+    pin, pins = Pin.parse(f"by {PLAIN}"), case.names
     nodes = [node for node in graph.folded if pins.speaks(name, pin, node)]
     return [
         node.name for node in nodes if any(form_strategies(node, operand_types(graph, node), mesh))
@@ -374,10 +380,10 @@ def pinned(case: Case, name: str, layout: str) -> tuple[list[str], str]:
     Raises:
         PinError: nothing has that name, or a line has no or several values of that shape.
     """
-    pin, pins = Pin.parse(layout.partition(";")[0]), Pins(case.graph, {})
+    pin, pins = Pin.parse(layout.partition(";")[0]), case.names
     if pin.anywhere and (on := [n.name for n in case.graph.folded if pins.speaks(name, pin, n)]):
         return on, name
-    matches, shape, names = named(case.graph, name), pin.shape, pins.names
+    matches, shape, names = named(pins, name), pin.shape, pins.names
     if any(_names(name, names[node]) for node in matches):
         return matches, name
     fitting = [node for node in matches if case.graph[node].type.shape == shape]

@@ -1,4 +1,8 @@
-"""Solvers of strategy problems; every module of this folder with a function `solve` is one."""
+"""Solvers of strategy problems.
+
+Every module of this folder is one, by its function `solve`, unless its name begins with "_".
+Solvers are imported when they are used, because most of them import numba.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,26 @@ class Solver(Protocol):
         """Returns one choice for every node, its objective and a proven bound."""
 
 
+def names() -> tuple[str, ...]:
+    """Returns the names of all solvers, in alphabetical order, without importing them."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in modules if name[0] != "_"))
+
+
 def solvers() -> dict[str, Solver]:
-    """Returns all solvers by module name, in alphabetical order."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    modules = {name: import_module(f"{__name__}.{name}") for name in names if name[0] != "_"}
-    return {
-        name: cast(Solver, module.solve)
-        for name, module in modules.items()
-        if hasattr(module, "solve")
-    }
+    """Returns all solvers by name, in alphabetical order."""
+    return {name: _solver(name) for name in names()}
+
+
+def check(name: str) -> None:
+    """Raises ProblemError, which lists the solvers, if there is none of that name."""
+    base, _, backend = name.partition(":")
+    if base not in names() or (backend and base not in BACKENDS):
+        raise ProblemError(
+            f"there is no solver {name!r}",
+            why="the solvers are " + ", ".join(names()),
+            todo="name one of these",
+        )
 
 
 def find(name: str) -> Solver:
@@ -38,15 +53,14 @@ def find(name: str) -> Solver:
     Raises:
         ProblemError: there is no such solver; the message lists them.
     """
-    known = solvers()
+    check(name)
     base, _, backend = name.partition(":")
-    if base not in known or (backend and base not in BACKENDS):
-        raise ProblemError(
-            f"there is no solver {name!r}",
-            why="the solvers are " + ", ".join(known),
-            todo="name one of these",
-        )
-    return cast(Solver, partial(known[base], backend=backend)) if backend else known[base]
+    solver = _solver(base)
+    return cast(Solver, partial(solver, backend=backend)) if backend else solver
+
+
+def _solver(name: str) -> Solver:
+    return cast(Solver, import_module(f"{__name__}.{name}").solve)
 
 
 def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:
