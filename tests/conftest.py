@@ -25,8 +25,12 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Puts the files that start ranks first: they take longest, and short ones fill up the end."""
-    items.sort(key=lambda item: "run_ranks" not in vars(item.module))
+    """Puts the files that start processes first: they take longest, and short ones fill up the end.
+
+    Ranks are such processes, and interpreters.
+    """
+    starting = {"run_ranks", "subprocess"}
+    items.sort(key=lambda item: starting.isdisjoint(vars(item.module)))
 
 
 @pytest.hookimpl(wrapper=True)
