@@ -261,9 +261,9 @@ class Builder:
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""
-        given = option.results[0].local_bytes(share.type, self.mesh)
         seconds = 0.0
         for value in self.left_by.get(share.name, ()):
+            given = option.results[0].local_bytes(share.type, self.mesh)
             users = set(self.graph.users[value]) - self.last_blocks
             readers = sum(self.graph[user].requires_grad for user in users)
             if self.graph[value].requires_grad and readers > 1:

@@ -222,11 +222,7 @@ class Prices:
         key = _kind(graph, node), slowdown, runs
         if key not in self._operators:
             options, signature = node_options(graph, node, self.mesh, table, runs)
-            kernels = tuple(self._kernels(graph, node, option, signature) for option in options)
-            sent = tuple(
-                self._exchange(graph, node, option, taken, slowdown)
-                for option, taken in zip(options, kernels, strict=True)
-            )
+            kernels, sent = self._seconds(graph, node, options, signature, slowdown)
             self._operators[key] = options, signature, kernels, sent
             self._choices[key[0]] = max(len(options), self._choices.get(key[0], 0))
         return self._operators[key]
@@ -251,6 +247,30 @@ class Prices:
         if key not in self._allocated:
             self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]
+
+    def _seconds(
+        self,
+        graph: Graph,
+        node: Node,
+        options: tuple[Option, ...],
+        signature: Signature | None,
+        slowdown: float,
+    ) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...]]:
+        """Returns the seconds of kernels and of communication for each choice.
+
+        Choices that split the same dimensions differ only in sums that are still to be computed,
+        for which the operator does no work; unless its value is sent between stages.
+        """
+        crosses = node.op == "received" or is_sent(graph, node)
+        known: dict[Hashable, tuple[Seconds, Seconds]] = {}
+        rows = []
+        for option in options:
+            alike: Hashable = option if crosses else option.split
+            if alike not in known:
+                kernels = self._kernels(graph, node, option, signature)
+                known[alike] = kernels, self._exchange(graph, node, option, kernels, slowdown)
+            rows.append(known[alike])
+        return tuple(kernels for kernels, _ in rows), tuple(sent for _, sent in rows)
 
     def _kernels(
         self, graph: Graph, node: Node, option: Option, signature: Signature | None

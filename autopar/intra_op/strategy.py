@@ -10,9 +10,9 @@ two factors together (`e&...0`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from autopar.intra_op.axis_runs import on_many, within_runs
 from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
@@ -44,19 +44,6 @@ class Strategy:
     def __str__(self) -> str:
         split = " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
         return f"{split} by {self.form}" if self.form else split
-
-    def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
-        """Returns the share of the operator's FLOPs that the busiest device runs.
-
-        Along an axis that splits two factors, each device computes its part of the second.
-        """
-        largest = dict(sizes)
-        for axis, part in self.parts:
-            factor = part.rpartition(TOGETHER)[2]
-            if factor in sizes:
-                largest[factor] = -(-largest[factor] // mesh.axis_size(axis))
-        # A tensor without elements has a factor of size 0, and nothing to compute.
-        return math.prod(largest[factor] / size for factor, size in sizes.items() if size)
 
 
 def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tuple[Strategy, ...]:
@@ -92,8 +79,8 @@ def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tup
 
 def form_strategies(
     node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None = None
-) -> Iterator[tuple[Strategy, float]]:
-    """Yields the strategies of all forms of a node, with the share of its FLOPs on a device.
+) -> Iterator[Strategy]:
+    """Yields the strategies of all forms of a node.
 
     Args:
         node: an operator.
@@ -110,7 +97,7 @@ def form_strategies(
 
 def _strategies(
     form: Form, node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None
-) -> Iterator[tuple[Strategy, float]]:
+) -> Iterator[Strategy]:
     spec = form.spec(node, types)
     if not spec:
         return
@@ -118,22 +105,32 @@ def _strategies(
     signature = resolve(rule, node, types, node.types)
     for strategy in strategies(signature, mesh, on_many(runs, mesh)):
         if form.fits(Part(node, types, strategy.operands, mesh)):
-            share = strategy.share(signature.sizes, mesh)
-            yield replace(strategy, form=form.name), share
+            yield replace(strategy, form=form.name)
 
 
 def _assignments(
     signature: Signature, axes: list[Axis], choices: list[str], runs: int | None
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     rows = signature.rows
-    for parts in itertools.product(choices, repeat=len(axes)):
+    factors = {part: part.split(TOGETHER) for part in choices}
+
+    @cache
+    def splits(factor: str, count: int) -> bool:
+        return _splits(signature, factor, count)
+
+    # A factor that one axis cannot split, it cannot split beside others.
+    fitting = [
+        [part for part in choices if all(splits(factor, axis.size) for factor in factors[part])]
+        for axis in axes
+    ]
+    for parts in itertools.product(*fitting):
         if not within_runs(parts, runs, rows):
             continue
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):
-            for factor in part.split(TOGETHER):
+            for factor in factors[part]:
                 ways[factor] = ways.get(factor, 1) * axis.size
-        if all(_splits(signature, part, count) for part, count in ways.items()):
+        if all(itertools.starmap(splits, ways.items())):
             yield tuple((axis.name, part) for axis, part in zip(axes, parts, strict=True))
 
 
@@ -167,17 +164,22 @@ class _Tensor:
 
     def layout(self, parts: tuple[tuple[str, str], ...]) -> Layout:
         """Returns its layout under a strategy."""
-        split: list[tuple[str, ...]] = [()] * self.rank
-        partial, varying = list[str](), list[str]()
-        for axis, part in parts:
-            effect = self.effects[part]
-            if isinstance(effect, int):
-                split[effect] = (*split[effect], axis)
-            elif effect == PARTIAL:
-                partial.append(axis)
-            elif effect == VARYING:
-                varying.append(axis)
-        return Layout(tuple(split), tuple(partial), tuple(varying))
+        return _layout(self.rank, tuple((axis, self.effects[part]) for axis, part in parts))
+
+
+@lru_cache(maxsize=1 << 14)
+def _layout(rank: int, effects: tuple[tuple[str, int | str], ...]) -> Layout:
+    """Returns the layout of a tensor, given the effect of each axis; operators have many alike."""
+    split: list[tuple[str, ...]] = [()] * rank
+    partial, varying = list[str](), list[str]()
+    for axis, effect in effects:
+        if isinstance(effect, int):
+            split[effect] = (*split[effect], axis)
+        elif effect == PARTIAL:
+            partial.append(axis)
+        elif effect == VARYING:
+            varying.append(axis)
+    return Layout(tuple(split), tuple(partial), tuple(varying))
 
 
 def _effect(part: str, dims: Dims, signature: Signature, operand: int | None) -> int | str:
