@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import weakref
@@ -70,7 +71,7 @@ class _Worker:
     def __init__(self) -> None:
         context = get_context("spawn")
         self._ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, gc.get_threshold()), daemon=True)
         process.start()
         theirs.close()
         self.end = weakref.finalize(self, _end, process)
@@ -98,8 +99,9 @@ def _end(process: SpawnProcess) -> None:
     process.join()
 
 
-def _serve(theirs: Connection) -> None:
-    """Runs jobs until the other end closes."""
+def _serve(theirs: Connection, collecting: tuple[int, int, int]) -> None:
+    """Runs jobs until the other end closes, collecting garbage as the asking process does."""
+    gc.set_threshold(*collecting)
     while True:
         try:
             jobs = pickle.loads(theirs.recv_bytes())
