@@ -230,11 +230,8 @@ class Builder:
     ) -> None:
         self.position[name] = len(self.choices)
         labels = tuple(option.label for option in options)
-        memory = np.zeros((len(self.alive.points), len(options)))
-        for key, copies in self.alive.copies.get(name, {}).items():
-            if key in rows:
-                memory += np.outer(copies, rows[key])
-        pieces = pieces_of(memory) or [((0, 0), (0.0,) * len(options))]
+        pieces = pieces_of(self.alive.copies.get(name, {}), rows)
+        pieces = pieces or [((0, 0), (0.0,) * len(options))]
         (live, nbytes), more = pieces[0], tuple(pieces[1:])
         self.choices.append(Choices(name, labels, cost, nbytes, live, more))
         self.options.append(options)

@@ -7,8 +7,8 @@ each operator with their kernels and memory. Operators that differ only in names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +29,13 @@ from autopar.intra_op.node_choices import (
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredCost, StoredTraffic, stored_traffic
 from autopar.intra_op.work.kernel_work import node_work
-from autopar.ir.crossing import gathered
+from autopar.ir.crossing import by_bytes, gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute
-from autopar.ir.resharding import Resharder, Reshardings
+from autopar.ir.resharding import LayoutGraphs, Resharder, Reshardings
 from autopar.ir.stage_graphs import is_sent
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
@@ -44,6 +44,7 @@ from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 
+T = TypeVar("T")
 Seconds = tuple[float, float]  # forward and backward
 Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
 Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
@@ -88,16 +89,25 @@ class Prices:
         mesh: the devices.
         model: prices, in seconds.
         complete: whether to return all choices also on many axes, see `axis_runs.py`.
+        graphs: layouts and steps to share with prices on other meshes.
 
     Attributes:
         undominated: choices of parameters that are worth their memory, with their prices; the
             builder of problems keeps them here by all that they depend on.
     """
 
-    def __init__(self, mesh: Mesh, model: CostModel, complete: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: CostModel,
+        complete: bool = False,
+        graphs: LayoutGraphs | None = None,
+    ) -> None:
+        graphs = graphs or LayoutGraphs()
         self.mesh, self.model = mesh, Checked(model)
         self.compute = self.model.compute
-        self.collective = Reshardings(mesh, self.model.collective)
+        self.collective = Reshardings(mesh, self.model.collective, graphs)
+        self._by_bytes = by_bytes(mesh, graphs)
         self._runs = None if complete else most_runs(mesh)
         self._operators: dict[Hashable, Operator] = {}
         self._choices: dict[Hashable, int] = {}
@@ -277,7 +287,7 @@ class Prices:
     ) -> Seconds:
         layouts = option.operands, option.results
         work = node_work(graph, node, *layouts, signature, self.mesh, option.form)
-        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        forward, backward = (_total(self.model.compute, w) for w in (work.forward, work.backward))
         return forward, backward
 
     def _exchange(
@@ -285,20 +295,27 @@ class Prices:
     ) -> Seconds:
         types = operand_types(graph, node)
         asked = exchanged(node, types, option.operands, self.mesh, option.form)
-        arriving = gathered(graph, node, option.results[0], self.mesh)
+        arriving = gathered(graph, node, option.results[0], self.mesh, self._by_bytes)
         asked = asked[0] + arriving[0], asked[1] + arriving[1]
-        forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
+        forward, backward = (_total(self.model.collective, calls) for calls in asked)
         if not option.form:
             return forward, backward
         part, form = Part(node, types, option.operands, self.mesh), form_named(node.op, option.form)
         turns, calls = form.turns(part), [
-            sum(map(self.model.collective, calls[alone:]))
+            _total(self.model.collective, calls[alone:])
             for calls, alone in zip(asked, form.alone(part), strict=True)
         ]  # fmt: skip
         return (
             forward - hidden_in_turns(kernels[0], calls[0], turns, slowdown),
             backward - hidden_in_turns(kernels[1], calls[1], turns, slowdown),
         )
+
+
+def _total(price: Callable[[T], float], items: Sequence[T]) -> float:
+    """Returns the sum of prices; a ring repeats one call for every device, which is priced once."""
+    known = {id(item): item for item in items}
+    prices = {place: price(item) for place, item in known.items()}
+    return sum(prices[id(item)] for item in items)
 
 
 def _kind(graph: Graph, node: Node) -> Hashable:

@@ -26,7 +26,7 @@ operators, and the buffers it needs, are not counted (`autopar.simulate` counts 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -85,14 +85,31 @@ class Lifetimes:
     arguments: dict[str, int] = field(default_factory=dict)
 
 
-def pieces_of(memory: Copies) -> list[Held]:
-    """Splits bytes at each point, shape (points, choices), into intervals of constant bytes."""
+def pieces_of(
+    copies: Mapping[tuple[Role, int], Copies], nbytes: Mapping[tuple[Role, int], Sequence[float]]
+) -> list[Held]:
+    """Returns the bytes of a node's choices, in intervals of constant bytes.
+
+    Args:
+        copies: number of its tensors of each kind that are alive at each point.
+        nbytes: bytes of one tensor of each kind, for each choice.
+    """
+    keys = [key for key in copies if key in nbytes]
+    if not keys:
+        return []
+    alive = np.array([copies[key] for key in keys])
+    changes = np.flatnonzero((alive[:, 1:] != alive[:, :-1]).any(axis=0)) + 1
+    starts = np.concatenate([[0], changes])
+    memory = np.zeros((len(starts), len(nbytes[keys[0]])))
+    for key, counts in zip(keys, alive[:, starts], strict=True):
+        memory += np.outer(counts, nbytes[key])
     ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
-    bounds = [0, *ends.tolist(), len(memory)]
+    rows = [0, *ends.tolist()]
+    bounds = [*starts[rows].tolist(), alive.shape[1]]
     return [
-        ((begin, end), tuple(memory[begin].tolist()))
-        for begin, end in pairwise(bounds)
-        if memory[begin].any()
+        (interval, tuple(memory[row].tolist()))
+        for row, interval in zip(rows, pairwise(bounds), strict=True)
+        if memory[row].any()
     ]
 
 
