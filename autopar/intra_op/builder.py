@@ -158,28 +158,24 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """Adds a parameter and its share as one problem node."""
-        options, costs = self._stored(node, share)
-        count = self.graph.multiplicity[node.name]
-        rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
-        for found, seconds in (
-            (self.synchronised, [cost.synchronised for cost in costs]),
-            (self.fetched, [cost.fetched for cost in costs]),
-            (self.refetched, [cost.refetched for cost in costs]),
+        options, cost = self._stored(node, share)
+        count, again = self.graph.multiplicity[node.name], self.again.get(share.name, 0)
+        rows: Rows = {(role, -1): nbytes.tolist() for role, nbytes in cost.nbytes.items()}
+        for found, each in (
+            (self.synchronised, cost.synchronised),
+            (self.fetched, cost.fetched),
+            (self.refetched, cost.refetched),
+            (self.backward, cost.added),
+            (self.host, cost.host),
         ):
-            if any(seconds):
-                found[share.name] = tuple(count * each for each in seconds)
-        if any(cost.added for cost in costs):
-            self.backward[share.name] = tuple(count * cost.added for cost in costs)
-        self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
-        if any(cost.host for cost in costs):
-            self.host[share.name] = tuple(count * cost.host for cost in costs)
-        again = self.again.get(share.name, 0)
-        self.sums[share.name] = tuple(
-            # A recomputed block does not keep the gathered copy.
-            count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
-            for cost in costs
-        )
-        self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
+            if each.any():
+                found[share.name] = tuple((count * each).tolist())
+        once = ((count * each).tolist() for each in (cost.reduced, cost.gathered))
+        self.once[share.name] = tuple(zip(*once, strict=True))
+        # A recomputed block does not keep the gathered copy.
+        sums = count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
+        self.sums[share.name] = tuple(sums.tolist())
+        self._append(share.name, options, tuple((count * cost.seconds).tolist()), rows)
         self.position[node.name] = self.position[share.name]
 
     def _stored(self, node: Node, share: Node) -> Undominated:
@@ -206,11 +202,11 @@ class Builder:
         )  # fmt: skip
         if alike in self.prices.undominated and not pinned:
             return self.prices.undominated[alike]
+        cost = self._stored_cost(share, traffic)
         if len(left) < len(every):
-            among, pairs = set(left), zip(every, traffic, strict=True)
-            traffic = tuple(each for option, each in pairs if option in among)
-        costs = [self._stored_cost(share, each) for each in traffic]
-        remaining = undominated(left, costs)
+            among = set(left)
+            cost = cost.of([at for at, option in enumerate(every) if option in among])
+        remaining = undominated(left, cost)
         if not pinned:
             self.prices.undominated[alike] = remaining
         return remaining

@@ -47,8 +47,8 @@ from autopar.operators.forms import form_named
 T = TypeVar("T")
 Seconds = tuple[float, float]  # forward and backward
 Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
-Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
-Undominated = tuple[tuple[Option, ...], tuple[StoredCost, ...]]
+Stored = tuple[tuple[Option, ...], StoredTraffic]
+Undominated = tuple[tuple[Option, ...], StoredCost]
 
 
 class Side(NamedTuple):
@@ -186,23 +186,14 @@ class Prices:
                 if isinstance(allowed_storages, Storage)
                 else parameter_options(tensor, self.mesh, trained, allowed_storages, runs)
             )
-            self._stored[key] = (
-                options,
-                tuple(
-                    stored_traffic(
-                        tensor,
-                        trained,
-                        option.storage,
-                        self.mesh,
-                        self.model,
-                        rule,
-                        bucket,
-                        precision,
-                    )
-                    for option in options
-                    if option.storage is not None
-                ),
-            )
+            traffic = [
+                stored_traffic(
+                    tensor, trained, option.storage, self.mesh, self.model, rule, bucket, precision
+                )
+                for option in options
+                if option.storage is not None
+            ]
+            self._stored[key] = options, StoredTraffic.of(traffic)
         return self._stored[key]
 
     def operator(
