@@ -110,8 +110,10 @@ class Prices:
         self._by_bytes = by_bytes(mesh, graphs)
         self._runs = None if complete else most_runs(mesh)
         self._operators: dict[Hashable, Operator] = {}
-        self._choices: dict[Hashable, int] = {}
-        self._allocated: dict[tuple[Hashable, OperandFacts, bool, int], Rows] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._numbered: tuple[Graph, dict[str, int]] | None = None  # by name, of the last graph
+        self._choices: dict[int, int] = {}
+        self._allocated: dict[tuple[int, OperandFacts, bool, int], Rows] = {}
         self._stored: dict[Hashable, Stored] = {}
         self.undominated: dict[Hashable, Undominated] = {}
         # By the keys of sides: the choices, their distinct layouts, and which of these each has.
@@ -220,7 +222,7 @@ class Prices:
             CostError: a price that is negative or not finite.
         """
         runs = None if complete else self._runs
-        key = _kind(graph, node), slowdown, runs
+        key = self._kind(graph, node), slowdown, runs
         if key not in self._operators:
             options, signature = node_options(graph, node, self.mesh, table, runs)
             kernels, sent = self._seconds(graph, node, options, signature, slowdown)
@@ -240,7 +242,7 @@ class Prices:
 
         Callers must not modify the result.
         """
-        facts, kind = operand_facts(graph, node, options_of), _kind(graph, node)
+        facts, kind = operand_facts(graph, node, options_of), self._kind(graph, node)
         known = self._choices.get(kind)
         if known is None or len(options) < known:
             return amounts(graph, node, options, facts, self.mesh, accelerator)
@@ -248,6 +250,15 @@ class Prices:
         if key not in self._allocated:
             self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]
+
+    def _kind(self, graph: Graph, node: Node) -> int:
+        """Returns a number that nodes share if they and their operands differ only in names."""
+        if self._numbered is None or self._numbered[0] is not graph:
+            self._numbered = graph, {}
+        numbers = self._numbered[1]
+        if node.name not in numbers:
+            numbers[node.name] = self._kinds.setdefault(_kind(graph, node), len(self._kinds))
+        return numbers[node.name]
 
     def _seconds(
         self,

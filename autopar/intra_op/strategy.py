@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from autopar.intra_op.axis_runs import on_many, within_runs
-from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
+from autopar.intra_op.rule import Dims, Groups, OpRule, Signature, resolve
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -61,19 +62,56 @@ def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tup
     choices += [VARYING] if signature.varying else []
     axes = [axis for axis in mesh.axes if axis.size > 1]
 
+    rule = _Effects(
+        tuple(choices),
+        signature.operands,
+        signature.results,
+        signature.additive,
+        signature.linear,
+        frozenset(signature.exchanged),
+        tuple(signature.tied.items()),
+        frozenset(factor for factor, size in signature.sizes.items() if size > 1),
+    )
+    return _laid_out(rule, tuple(_assignments(signature, axes, choices, runs)))
+
+
+class _Effects(NamedTuple):
+    """All that determines the effects of parts; see `Signature`.
+
+    Attributes:
+        choices: the possible parts of an axis.
+        solid: factors of more than one element.
+    """
+
+    choices: tuple[str, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    additive: tuple[bool, ...]
+    linear: Groups
+    exchanged: frozenset[str]
+    tied: tuple[tuple[str, str], ...]
+    solid: frozenset[str]
+
+
+@lru_cache(maxsize=1 << 9)
+def _laid_out(
+    rule: _Effects, assignments: tuple[tuple[tuple[str, str], ...], ...]
+) -> tuple[Strategy, ...]:
+    """Returns the strategies of some assignments; kept for meshes and batches of other sizes."""
+
     def tensor(dims: Dims, operand: int | None) -> _Tensor:
-        effects = {part: _effect(part, dims, signature, operand) for part in choices}
+        effects = {part: _effect(part, dims, rule, operand) for part in rule.choices}
         return _Tensor(len(dims), effects)
 
-    operands = [tensor(dims, number) for number, dims in enumerate(signature.operands)]
-    results = [tensor(dims, None) for dims in signature.results]
+    operands = [tensor(dims, number) for number, dims in enumerate(rule.operands)]
+    results = [tensor(dims, None) for dims in rule.results]
     return tuple(
         Strategy(
             parts,
             tuple(tensor.layout(parts) for tensor in operands),
             tuple(tensor.layout(parts) for tensor in results),
         )
-        for parts in _assignments(signature, axes, choices, runs)
+        for parts in assignments
     )
 
 
@@ -182,31 +220,31 @@ def _layout(rank: int, effects: tuple[tuple[str, int | str], ...]) -> Layout:
     return Layout(tuple(split), tuple(partial), tuple(varying))
 
 
-def _effect(part: str, dims: Dims, signature: Signature, operand: int | None) -> int | str:
+def _effect(part: str, dims: Dims, rule: _Effects, operand: int | None) -> int | str:
     """Returns the effect of a part along its axis on the operand of that number, or on a result."""
     if part == NOTHING:
         return NOTHING
     factors = part.split(TOGETHER)
     for number, dim in enumerate(dims):
-        if any(_leads(factor, dim, signature) for factor in factors):
+        if any(_leads(factor, dim, rule) for factor in factors):
             return number
-    if operand is None and part in signature.exchanged:
+    if operand is None and part in rule.exchanged:
         return NOTHING  # the operator has already combined it
-    return PARTIAL if _summed(part, signature, operand) else VARYING
+    return PARTIAL if _summed(part, rule, operand) else VARYING
 
 
-def _summed(part: str, signature: Signature, operand: int | None) -> bool:
+def _summed(part: str, rule: _Effects, operand: int | None) -> bool:
     """Returns whether a tensor that lacks the factor `part` is a partial sum along its axis."""
     if part == VARYING:
         return False
     if operand is None:
         return True
     if part.startswith(PARTIAL):
-        return operand in signature.linear[int(part.removeprefix(PARTIAL) or 0)]
-    produced = {f for dims in signature.results for dim in dims for f in dim}
-    return signature.additive[operand] and produced.isdisjoint(part.split(TOGETHER))
+        return operand in rule.linear[int(part.removeprefix(PARTIAL) or 0)]
+    produced = {f for dims in rule.results for dim in dims for f in dim}
+    return rule.additive[operand] and produced.isdisjoint(part.split(TOGETHER))
 
 
-def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:
-    solid = [f for f in dim if signature.sizes[f] > 1]
-    return bool(solid) and signature.tied.get(solid[0], solid[0]) == factor
+def _leads(factor: str, dim: tuple[str, ...], rule: _Effects) -> bool:
+    solid = [f for f in dim if f in rule.solid]
+    return bool(solid) and dict(rule.tied).get(solid[0], solid[0]) == factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from dataclasses import replace
@@ -64,3 +65,14 @@ def test_what_is_not_answered_is_worked_out_here() -> None:
         assert place != HERE  # and not the answer to what was asked before
         for number in (0, 7):  # it has ended
             assert workers.run([[], [partial(square, number)]])[1] == [(number**2, HERE)]
+
+
+def test_other_processes_collect_garbage_as_rarely_as_this_one() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(54_321, 12, 34)
+    try:
+        with Workers(1) as workers:
+            (here,), (there,) = workers.run([[gc.get_threshold], [gc.get_threshold]])
+    finally:
+        gc.set_threshold(*before)
+    assert here == there == (54_321, 12, 34)

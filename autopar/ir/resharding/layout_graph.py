@@ -145,14 +145,15 @@ class _Net:
         nbytes = self.nbytes(tensor, mesh)
         seconds = np.zeros(len(self._calls))
         for side, layouts in enumerate((self.source, self.target)):
-            pairs = np.stack([self._calls[:, side], nbytes[layouts]], axis=1)
-            distinct, where = np.unique(pairs, axis=0, return_inverse=True)
+            # One number for each pair of a kind of call and its bytes.
+            pairs = nbytes[layouts] * len(self._kinds) + self._calls[:, side]
+            distinct, where = np.unique(pairs, return_inverse=True)
             calls = (
                 Collective(self._kinds[kind].kind, self._kinds[kind].axes, size) if kind else None
-                for kind, size in distinct.tolist()
+                for size, kind in (divmod(pair, len(self._kinds)) for pair in distinct.tolist())
             )
             known = [0.0 if call is None else price(call) for call in calls]
-            seconds += np.array(known)[where.reshape(-1)]
+            seconds += np.array(known)[where]
         return seconds
 
 

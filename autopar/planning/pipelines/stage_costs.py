@@ -381,16 +381,16 @@ class StageCosts:
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
-        """Returns the seconds of a parameter's update under each of its choices."""
+        """Returns the seconds of a parameter's update by choice, whatever the backward keeps."""
         rule = self.options.update.rule(node.target, node.type.shape)
         key = mesh, node.type, node.requires_grad, fused, rule
         known = self._updated.setdefault(key, {None: 0.0})
-        for storage in {option.storage for option in options} - known.keys():
-            if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                works = update_works([updated], fused, each=self.options.execution.optimizer)
-                known[storage] = sum(map(model.compute, works))
-        return [known[option.storage] for option in options]
+        every = [one.storage and replace(one.storage, kept=one.storage.used) for one in options]
+        for storage in filter(None, set(every) - known.keys()):
+            updated = updated_in(storage, node, mesh, self.options.precision, rule)
+            works = update_works([updated], fused, each=self.options.execution.optimizer)
+            known[storage] = sum(map(model.compute, works))
+        return [known[storage] for storage in every]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, AllowedStorages | None]:
         if mesh not in self._prices:
