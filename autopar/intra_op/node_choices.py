@@ -27,6 +27,7 @@ class Option:
     label: str
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    share: float
     storage: Storage | None = None
     form: str = ""
 
@@ -60,7 +61,7 @@ def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
     """Returns the only choice of an input, a buffer or an operator without a rule: replicated."""
     operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
     results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
-    return (Option("whole", operands, results),)
+    return (Option("whole", operands, results, 1.0),)
 
 
 def input_layout(node: Node) -> Layout:
@@ -132,7 +133,7 @@ def _every_storage(
 def stored_option(storage: Storage, tensor: TensorType) -> Option:
     """Returns the choice of a parameter with this storage."""
     label = f"{storage.format(tensor.shape)} => {storage.used.format(tensor.shape)}"
-    return Option(label, (storage.held,), (storage.used,), storage)
+    return Option(label, (storage.held,), (storage.used,), 1.0, storage)
 
 
 def storages(
@@ -192,7 +193,7 @@ def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     shape = node.type.shape
     free = Annotation(Layout.replicated(len(shape)), tuple(range(len(shape))))
     layouts = free.layouts(shape, mesh)
-    return tuple(Option(layout.format(shape), (), (layout,)) for layout in layouts)
+    return tuple(Option(layout.format(shape), (), (layout,), 1.0) for layout in layouts)
 
 
 def fixed_cache(
@@ -217,7 +218,7 @@ def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     except AnnotationError as error:
         error.where = str(node.source)
         raise
-    return tuple(Option(layout.format(shape), (layout,), (layout,)) for layout in layouts)
+    return tuple(Option(layout.format(shape), (layout,), (layout,), 1.0) for layout in layouts)
 
 
 def node_options(
@@ -235,12 +236,13 @@ def node_options(
         return received_options(node, mesh), None
     if node.op == "input" and node.keyword(OVER):
         layout = input_layout(node)
-        return (Option(layout.format(node.type.shape), (), (layout,)),), None
+        return (Option(layout.format(node.type.shape), (), (layout,), 1.0),), None
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)
     if node.op == "autopar.shard":
         return annotated_options(node, mesh), signature
-    every = [*strategies(signature, mesh, runs)]
+    every = [(s, s.share(signature.sizes, mesh)) for s in strategies(signature, mesh, runs)]
     every += form_strategies(node, operand_types(graph, node), mesh, runs)
-    return tuple(Option(str(s), s.operands, s.results, form=s.form) for s in every), signature
+    options = tuple(Option(str(s), s.operands, s.results, share, form=s.form) for s, share in every)
+    return options, signature

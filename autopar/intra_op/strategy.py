@@ -10,6 +10,7 @@ two factors together (`e&...0`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -45,6 +46,19 @@ class Strategy:
     def __str__(self) -> str:
         split = " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
         return f"{split} by {self.form}" if self.form else split
+
+    def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
+        """Returns the share of the operator's FLOPs that the busiest device runs.
+
+        Along an axis that splits two factors, each device computes its part of the second.
+        """
+        largest = dict(sizes)
+        for axis, part in self.parts:
+            factor = part.rpartition(TOGETHER)[2]
+            if factor in sizes:
+                largest[factor] = -(-largest[factor] // mesh.axis_size(axis))
+        # A tensor without elements has a factor of size 0, and nothing to compute.
+        return math.prod(largest[factor] / size for factor, size in sizes.items() if size)
 
 
 def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tuple[Strategy, ...]:
@@ -117,8 +131,8 @@ def _laid_out(
 
 def form_strategies(
     node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None = None
-) -> Iterator[Strategy]:
-    """Yields the strategies of all forms of a node.
+) -> Iterator[tuple[Strategy, float]]:
+    """Yields the strategies of all forms of a node, with the share of its FLOPs on a device.
 
     Args:
         node: an operator.
@@ -135,7 +149,7 @@ def form_strategies(
 
 def _strategies(
     form: Form, node: Node, types: tuple[TensorType, ...], mesh: Mesh, runs: int | None
-) -> Iterator[Strategy]:
+) -> Iterator[tuple[Strategy, float]]:
     spec = form.spec(node, types)
     if not spec:
         return
@@ -143,7 +157,8 @@ def _strategies(
     signature = resolve(rule, node, types, node.types)
     for strategy in strategies(signature, mesh, on_many(runs, mesh)):
         if form.fits(Part(node, types, strategy.operands, mesh)):
-            yield replace(strategy, form=form.name)
+            share = strategy.share(signature.sizes, mesh)
+            yield replace(strategy, form=form.name), share
 
 
 def _assignments(

@@ -34,7 +34,7 @@ from autopar.simulate.settings import OVERLAPS
 from autopar.simulate.task import Task
 from autopar.stage_plan import StagePlan
 
-OPTION = Option("any", (), ())
+OPTION = Option("any", (), (), 1.0)
 
 
 class Fixed:

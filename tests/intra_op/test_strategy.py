@@ -165,12 +165,23 @@ def test_without_a_gradient_nothing_varies_and_without_floats_nothing_is_owed() 
         assert {s.results[0].varying for s in found} == {()}
 
 
-def test_flops_of_a_linear() -> None:
+def test_flops_and_shares() -> None:
     linear, shapes, _ = CASES[0]
     types = tuple(TensorType("f64", shape) for shape in shapes)
     node = Node("y", "linear", (), (), (TensorType("f64", (4, 8, 12)),))
     signature = resolve(linear, node, types, node.types)
     assert signature.flops == 2 * 4 * 8 * 12 * 4
+    for strategy in strategies(signature, MESH):
+        count = sum(bool(part) for _, part in strategy.parts)
+        assert strategy.share(signature.sizes, MESH) == 0.5**count
+
+
+def test_an_empty_tensor_is_no_work_to_share() -> None:
+    node = Node("y", "neg", (), (), (TensorType("f64", (4, 0)),))
+    signature = resolve(rule("neg", "a b -> a b"), node, node.types, node.types)
+    shares = {str(s): s.share(signature.sizes, MESH) for s in strategies(signature, MESH)}
+    assert shares["whole"] == 1.0
+    assert shares["a@node a@gpu"] == 0.25
 
 
 def test_the_count_is_all_assignments_that_leave_nobody_empty() -> None:

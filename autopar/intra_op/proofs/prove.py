@@ -154,7 +154,7 @@ def prove_node(
 def _formed(case: Case, mesh: Mesh) -> Sequence[Strategy]:
     """Returns the strategies of the operator's forms; on three axes, of forms that need three."""
     forms = {form.name for form in forms_of(case.node.op) if str(mesh) in form.meshes}
-    every = [*form_strategies(case.node, case.types, mesh)]
+    every = [strategy for strategy, _ in form_strategies(case.node, case.types, mesh)]
     return [strategy for strategy in every if len(mesh.axes) < 3 or strategy.form in forms]
 
 
