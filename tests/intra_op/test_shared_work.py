@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.cost.model import AnalyticModel
-from autopar.intra_op.memory.allocations import OperandFacts, amounts
-from autopar.intra_op.memory.lifetimes import Role, pieces_of
+from autopar.intra_op.memory.allocations import OperandFacts, amounts, pieces_of
+from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.node_choices import node_options
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.reduce import flatten
@@ -53,7 +53,8 @@ def test_choices_priced_together_take_what_each_takes(name: str) -> None:
     graph, model = graph_of(name), AnalyticModel(MESH)
     node = graph["y"]
     options, signature, kernels, sent = Prices(MESH, model).operator(graph, node, RULES, 2.0)
-    assert len({option.split for option in options}) < len(options)
+    shared = len({option.split for option in options}) < len(options)
+    assert shared == (name == "add")  # only there do sums pass through
     for option, taken, calls in zip(options, kernels, sent, strict=True):
         work = node_work(graph, node, option.operands, option.results, signature, MESH, option.form)
         assert taken[0] == sum(map(model.compute, work.forward))
@@ -69,7 +70,8 @@ def test_choices_allocate_together_what_each_allocates(name: str) -> None:
     graph = graph_of(name)
     node = graph["y"]
     options, _ = node_options(graph, node, MESH, RULES)
-    assert any(option.results[0].partial for option in options) or name == "attention"
+    sums = any(option.results[0].partial for option in options)
+    assert sums == (name in ("add", "linear"))
     facts = OperandFacts((None,) * len(node.inputs), (False,) * len(node.inputs))
     together = amounts(graph, node, options, facts, MESH, True)
     for at, option in enumerate(options):
@@ -87,11 +89,8 @@ def test_strategies_on_one_mesh_are_not_those_of_another_with_the_same_axes() ->
     small, large = (
         {str(one) for one in strategies(signature, Mesh.parse(f"cpu: x={size}"))} for size in (2, 6)
     )
-    assert small - large == {one for one in small if one == "d1@x"}
+    assert small - large == {"...0@x"}
     assert len(large) == len(small) - 1
-    assert strategies(signature, Mesh.parse("cpu: x=2")) == strategies(
-        signature, Mesh.parse("cpu: x=2")
-    )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.cost.operator_memory import recipe
-from autopar.intra_op.memory.lifetimes import Role
+from autopar.intra_op.memory.lifetimes import Copies, Role
 from autopar.intra_op.node_choices import Option
+from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 
@@ -108,3 +112,29 @@ def _sizes(
         there = place >= 0 and facts.given[place] and not into[place].sharded_axes
         sizes["kept", place] = 0.0 if there else nbytes
     return sizes
+
+
+def pieces_of(copies: Mapping[tuple[Role, int], Copies], nbytes: Rows) -> list[Held]:
+    """Returns the bytes of a node's choices, in intervals of constant bytes.
+
+    Args:
+        copies: number of its tensors of each kind that are alive at each point.
+        nbytes: bytes of one tensor of each kind, for each choice.
+    """
+    keys = [key for key in copies if key in nbytes]
+    if not keys:
+        return []
+    alive = np.array([copies[key] for key in keys])
+    changes = np.flatnonzero((alive[:, 1:] != alive[:, :-1]).any(axis=0)) + 1
+    starts = np.concatenate([[0], changes])
+    memory = np.zeros((len(starts), len(nbytes[keys[0]])))
+    for key, counts in zip(keys, alive[:, starts], strict=True):
+        memory += np.outer(counts, nbytes[key])
+    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
+    rows = [0, *ends.tolist()]
+    bounds = [*starts[rows].tolist(), alive.shape[1]]
+    return [
+        (interval, tuple(memory[row].tolist()))
+        for row, interval in zip(rows, pairwise(bounds), strict=True)
+        if memory[row].any()
+    ]

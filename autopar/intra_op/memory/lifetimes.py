@@ -26,9 +26,8 @@ operators, and the buffers it needs, are not counted (`autopar.simulate` counts 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -36,7 +35,6 @@ from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import hands_on, kept
 from autopar.intra_op.memory.moments import Block, OffloadSpan, offloaded, recomputed, spans
-from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.recompute import Recompute, of_runs
@@ -83,34 +81,6 @@ class Lifetimes:
     stowed: dict[tuple[str, int], float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
-
-
-def pieces_of(
-    copies: Mapping[tuple[Role, int], Copies], nbytes: Mapping[tuple[Role, int], Sequence[float]]
-) -> list[Held]:
-    """Returns the bytes of a node's choices, in intervals of constant bytes.
-
-    Args:
-        copies: number of its tensors of each kind that are alive at each point.
-        nbytes: bytes of one tensor of each kind, for each choice.
-    """
-    keys = [key for key in copies if key in nbytes]
-    if not keys:
-        return []
-    alive = np.array([copies[key] for key in keys])
-    changes = np.flatnonzero((alive[:, 1:] != alive[:, :-1]).any(axis=0)) + 1
-    starts = np.concatenate([[0], changes])
-    memory = np.zeros((len(starts), len(nbytes[keys[0]])))
-    for key, counts in zip(keys, alive[:, starts], strict=True):
-        memory += np.outer(counts, nbytes[key])
-    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
-    rows = [0, *ends.tolist()]
-    bounds = [*starts[rows].tolist(), alive.shape[1]]
-    return [
-        (interval, tuple(memory[row].tolist()))
-        for row, interval in zip(rows, pairwise(bounds), strict=True)
-        if memory[row].any()
-    ]
 
 
 def lifetimes(
