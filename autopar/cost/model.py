@@ -130,10 +130,11 @@ class AnalyticModel:
 
 def _price(seconds: float, item: Work | Collective, *amounts: float) -> float:
     """Returns `seconds` if it and the `amounts` behind it are finite and not negative."""
-    if not all(math.isfinite(value) and value >= 0 for value in (seconds, *amounts)):
-        raise CostError(
-            f"the price of {item} is {seconds} seconds",
-            why="prices, FLOPs and bytes must be finite and not negative",
-            todo="check the sizes of the operator and the figures of the mesh and its device",
-        )
+    for value in (seconds, *amounts):
+        if not 0 <= value < math.inf:  # true for a NaN
+            raise CostError(
+                f"the price of {item} is {seconds} seconds",
+                why="prices, FLOPs and bytes must be finite and not negative",
+                todo="check the sizes of the operator and the figures of the mesh and its device",
+            )
     return seconds

@@ -51,8 +51,10 @@ def within_runs(uses: Iterable[object], most: int | None, rows: Sequence[object]
         most: number of runs; None for any number.
         rows: the uses that split rows, ordered. Runs of two of them may have one run more behind.
     """
+    if most is None:
+        return True
     runs = [use for use, _ in groupby(uses)]
-    if most is None or len(runs) <= most:
+    if len(runs) <= most:
         return True
     places = [rows.index(use) for use in runs[:2] if use in rows]
     return len(runs) == most + 1 and len(places) == 2 and places[0] < places[1]
@@ -61,6 +63,8 @@ def within_runs(uses: Iterable[object], most: int | None, rows: Sequence[object]
 def storage_within(storage: Storage, mesh: Mesh, most: int | None) -> bool:
     """Returns whether the layouts of a storage use many axes in at most `most` runs."""
     most = on_many(most, mesh)
+    if most is None:
+        return True
     layouts = {storage.used, storage.held, storage.grads, storage.updated, storage.kept}
     names = _names(mesh)
     return all(within_runs(_uses(layout, names), most) for layout in layouts)

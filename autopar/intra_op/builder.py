@@ -20,8 +20,7 @@ from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
-from autopar.intra_op.memory.allocations import Rows
-from autopar.intra_op.memory.lifetimes import pieces_of
+from autopar.intra_op.memory.allocations import Rows, pieces_of
 from autopar.intra_op.node_choices import Option, accumulating, fixed_cache, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices, Side, Undominated, split_alike
@@ -158,28 +157,24 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """Adds a parameter and its share as one problem node."""
-        options, costs = self._stored(node, share)
-        count = self.graph.multiplicity[node.name]
-        rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
-        for found, seconds in (
-            (self.synchronised, [cost.synchronised for cost in costs]),
-            (self.fetched, [cost.fetched for cost in costs]),
-            (self.refetched, [cost.refetched for cost in costs]),
+        options, cost = self._stored(node, share)
+        count, again = self.graph.multiplicity[node.name], self.again.get(share.name, 0)
+        rows: Rows = {(role, -1): nbytes.tolist() for role, nbytes in cost.nbytes.items()}
+        for found, each in (
+            (self.synchronised, cost.synchronised),
+            (self.fetched, cost.fetched),
+            (self.refetched, cost.refetched),
+            (self.backward, cost.added),
+            (self.host, cost.host),
         ):
-            if any(seconds):
-                found[share.name] = tuple(count * each for each in seconds)
-        if any(cost.added for cost in costs):
-            self.backward[share.name] = tuple(count * cost.added for cost in costs)
-        self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
-        if any(cost.host for cost in costs):
-            self.host[share.name] = tuple(count * cost.host for cost in costs)
-        again = self.again.get(share.name, 0)
-        self.sums[share.name] = tuple(
-            # A recomputed block does not keep the gathered copy.
-            count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
-            for cost in costs
-        )
-        self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
+            if each.any():
+                found[share.name] = tuple((count * each).tolist())
+        once = ((count * each).tolist() for each in (cost.reduced, cost.gathered))
+        self.once[share.name] = tuple(zip(*once, strict=True))
+        # A recomputed block does not keep the gathered copy.
+        sums = count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
+        self.sums[share.name] = tuple(sums.tolist())
+        self._append(share.name, options, tuple((count * cost.seconds).tolist()), rows)
         self.position[node.name] = self.position[share.name]
 
     def _stored(self, node: Node, share: Node) -> Undominated:
@@ -206,11 +201,11 @@ class Builder:
         )  # fmt: skip
         if alike in self.prices.undominated and not pinned:
             return self.prices.undominated[alike]
+        cost = self._stored_cost(share, traffic)
         if len(left) < len(every):
-            among, pairs = set(left), zip(every, traffic, strict=True)
-            traffic = tuple(each for option, each in pairs if option in among)
-        costs = [self._stored_cost(share, each) for each in traffic]
-        remaining = undominated(left, costs)
+            among = set(left)
+            cost = cost.of([at for at, option in enumerate(every) if option in among])
+        remaining = undominated(left, cost)
         if not pinned:
             self.prices.undominated[alike] = remaining
         return remaining
@@ -230,11 +225,8 @@ class Builder:
     ) -> None:
         self.position[name] = len(self.choices)
         labels = tuple(option.label for option in options)
-        memory = np.zeros((len(self.alive.points), len(options)))
-        for key, copies in self.alive.copies.get(name, {}).items():
-            if key in rows:
-                memory += np.outer(copies, rows[key])
-        pieces = pieces_of(memory) or [((0, 0), (0.0,) * len(options))]
+        pieces = pieces_of(self.alive.copies.get(name, {}), rows)
+        pieces = pieces or [((0, 0), (0.0,) * len(options))]
         (live, nbytes), more = pieces[0], tuple(pieces[1:])
         self.choices.append(Choices(name, labels, cost, nbytes, live, more))
         self.options.append(options)
@@ -261,9 +253,9 @@ class Builder:
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""
-        given = option.results[0].local_bytes(share.type, self.mesh)
         seconds = 0.0
         for value in self.left_by.get(share.name, ()):
+            given = option.results[0].local_bytes(share.type, self.mesh)
             users = set(self.graph.users[value]) - self.last_blocks
             readers = sum(self.graph[user].requires_grad for user in users)
             if self.graph[value].requires_grad and readers > 1:

@@ -36,6 +36,11 @@ class Option:
         """Layout of a parameter between steps; None for anything else."""
         return None if self.storage is None else self.storage.held
 
+    @property
+    def split(self) -> tuple[object, ...]:
+        """A key that is equal for choices that split the same dimensions, in one form."""
+        return self.form, *(layout.dims for layout in (*self.operands, *self.results))
+
     def entry(self, graph: Graph, node: Node) -> NodePlan:
         """Returns the plan entry of `node` under this choice: its layouts, with shapes."""
         reads = (t.shape for t in operand_types(graph, node))

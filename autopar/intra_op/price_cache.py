@@ -7,8 +7,8 @@ each operator with their kernels and memory. Operators that differ only in names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +29,13 @@ from autopar.intra_op.node_choices import (
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.storage_choices import StoredCost, StoredTraffic, stored_traffic
 from autopar.intra_op.work.kernel_work import node_work
-from autopar.ir.crossing import gathered
+from autopar.ir.crossing import by_bytes, gathered
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute
-from autopar.ir.resharding import Resharder, Reshardings
+from autopar.ir.resharding import LayoutGraphs, Resharder, Reshardings
 from autopar.ir.stage_graphs import is_sent
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
@@ -44,10 +44,11 @@ from autopar.operators.exchange import exchanged
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 
+T = TypeVar("T")
 Seconds = tuple[float, float]  # forward and backward
 Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
-Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
-Undominated = tuple[tuple[Option, ...], tuple[StoredCost, ...]]
+Stored = tuple[tuple[Option, ...], StoredTraffic]
+Undominated = tuple[tuple[Option, ...], StoredCost]
 
 
 class Side(NamedTuple):
@@ -88,20 +89,31 @@ class Prices:
         mesh: the devices.
         model: prices, in seconds.
         complete: whether to return all choices also on many axes, see `axis_runs.py`.
+        graphs: layouts and steps to share with prices on other meshes.
 
     Attributes:
         undominated: choices of parameters that are worth their memory, with their prices; the
             builder of problems keeps them here by all that they depend on.
     """
 
-    def __init__(self, mesh: Mesh, model: CostModel, complete: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: CostModel,
+        complete: bool = False,
+        graphs: LayoutGraphs | None = None,
+    ) -> None:
+        graphs = graphs or LayoutGraphs()
         self.mesh, self.model = mesh, Checked(model)
         self.compute = self.model.compute
-        self.collective = Reshardings(mesh, self.model.collective)
+        self.collective = Reshardings(mesh, self.model.collective, graphs)
+        self._by_bytes = by_bytes(mesh, graphs)
         self._runs = None if complete else most_runs(mesh)
         self._operators: dict[Hashable, Operator] = {}
-        self._choices: dict[Hashable, int] = {}
-        self._allocated: dict[tuple[Hashable, OperandFacts, bool, int], Rows] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._numbered: tuple[Graph, dict[str, int]] | None = None  # by name, of the last graph
+        self._choices: dict[int, int] = {}
+        self._allocated: dict[tuple[int, OperandFacts, bool, int], Rows] = {}
         self._stored: dict[Hashable, Stored] = {}
         self.undominated: dict[Hashable, Undominated] = {}
         # By the keys of sides: the choices, their distinct layouts, and which of these each has.
@@ -176,23 +188,14 @@ class Prices:
                 if isinstance(allowed_storages, Storage)
                 else parameter_options(tensor, self.mesh, trained, allowed_storages, runs)
             )
-            self._stored[key] = (
-                options,
-                tuple(
-                    stored_traffic(
-                        tensor,
-                        trained,
-                        option.storage,
-                        self.mesh,
-                        self.model,
-                        rule,
-                        bucket,
-                        precision,
-                    )
-                    for option in options
-                    if option.storage is not None
-                ),
-            )
+            traffic = [
+                stored_traffic(
+                    tensor, trained, option.storage, self.mesh, self.model, rule, bucket, precision
+                )
+                for option in options
+                if option.storage is not None
+            ]
+            self._stored[key] = options, StoredTraffic.of(traffic)
         return self._stored[key]
 
     def operator(
@@ -219,14 +222,10 @@ class Prices:
             CostError: a price that is negative or not finite.
         """
         runs = None if complete else self._runs
-        key = _kind(graph, node), slowdown, runs
+        key = self._kind(graph, node), slowdown, runs
         if key not in self._operators:
             options, signature = node_options(graph, node, self.mesh, table, runs)
-            kernels = tuple(self._kernels(graph, node, option, signature) for option in options)
-            sent = tuple(
-                self._exchange(graph, node, option, taken, slowdown)
-                for option, taken in zip(options, kernels, strict=True)
-            )
+            kernels, sent = self._seconds(graph, node, options, signature, slowdown)
             self._operators[key] = options, signature, kernels, sent
             self._choices[key[0]] = max(len(options), self._choices.get(key[0], 0))
         return self._operators[key]
@@ -243,7 +242,7 @@ class Prices:
 
         Callers must not modify the result.
         """
-        facts, kind = operand_facts(graph, node, options_of), _kind(graph, node)
+        facts, kind = operand_facts(graph, node, options_of), self._kind(graph, node)
         known = self._choices.get(kind)
         if known is None or len(options) < known:
             return amounts(graph, node, options, facts, self.mesh, accelerator)
@@ -252,12 +251,45 @@ class Prices:
             self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]
 
+    def _kind(self, graph: Graph, node: Node) -> int:
+        """Returns a number that nodes share if they and their operands differ only in names."""
+        if self._numbered is None or self._numbered[0] is not graph:
+            self._numbered = graph, {}
+        numbers = self._numbered[1]
+        if node.name not in numbers:
+            numbers[node.name] = self._kinds.setdefault(_kind(graph, node), len(self._kinds))
+        return numbers[node.name]
+
+    def _seconds(
+        self,
+        graph: Graph,
+        node: Node,
+        options: tuple[Option, ...],
+        signature: Signature | None,
+        slowdown: float,
+    ) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...]]:
+        """Returns the seconds of kernels and of communication for each choice.
+
+        Choices that split the same dimensions differ only in sums that are still to be computed,
+        for which the operator does no work; unless its value is sent between stages.
+        """
+        crosses = node.op == "received" or is_sent(graph, node)
+        known: dict[Hashable, tuple[Seconds, Seconds]] = {}
+        rows = []
+        for option in options:
+            alike: Hashable = option if crosses else option.split
+            if alike not in known:
+                kernels = self._kernels(graph, node, option, signature)
+                known[alike] = kernels, self._exchange(graph, node, option, kernels, slowdown)
+            rows.append(known[alike])
+        return tuple(kernels for kernels, _ in rows), tuple(sent for _, sent in rows)
+
     def _kernels(
         self, graph: Graph, node: Node, option: Option, signature: Signature | None
     ) -> Seconds:
         layouts = option.operands, option.results
         work = node_work(graph, node, *layouts, signature, self.mesh, option.form)
-        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        forward, backward = (_total(self.model.compute, w) for w in (work.forward, work.backward))
         return forward, backward
 
     def _exchange(
@@ -265,20 +297,27 @@ class Prices:
     ) -> Seconds:
         types = operand_types(graph, node)
         asked = exchanged(node, types, option.operands, self.mesh, option.form)
-        arriving = gathered(graph, node, option.results[0], self.mesh)
+        arriving = gathered(graph, node, option.results[0], self.mesh, self._by_bytes)
         asked = asked[0] + arriving[0], asked[1] + arriving[1]
-        forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
+        forward, backward = (_total(self.model.collective, calls) for calls in asked)
         if not option.form:
             return forward, backward
         part, form = Part(node, types, option.operands, self.mesh), form_named(node.op, option.form)
         turns, calls = form.turns(part), [
-            sum(map(self.model.collective, calls[alone:]))
+            _total(self.model.collective, calls[alone:])
             for calls, alone in zip(asked, form.alone(part), strict=True)
         ]  # fmt: skip
         return (
             forward - hidden_in_turns(kernels[0], calls[0], turns, slowdown),
             backward - hidden_in_turns(kernels[1], calls[1], turns, slowdown),
         )
+
+
+def _total(price: Callable[[T], float], items: Sequence[T]) -> float:
+    """Returns the sum of prices; a ring repeats one call for every device, which is priced once."""
+    known = {id(item): item for item in items}
+    prices = {place: price(item) for place, item in known.items()}
+    return sum(prices[id(item)] for item in items)
 
 
 def _kind(graph: Graph, node: Node) -> Hashable:

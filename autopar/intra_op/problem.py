@@ -57,7 +57,9 @@ class Choices:
 
     def __post_init__(self) -> None:
         where = f"node {self.name!r}"
-        cost = tuple(min(float(value), FORBIDDEN) for value in self.cost)
+        cost = tuple(map(float, self.cost))
+        if cost and max(cost) > FORBIDDEN:
+            cost = tuple(min(value, FORBIDDEN) for value in cost)
         object.__setattr__(self, "labels", tuple(self.labels))
         object.__setattr__(self, "memory", tuple(map(float, self.memory)))
         object.__setattr__(self, "live", tuple(self.live))
@@ -71,8 +73,7 @@ class Choices:
                 where=where,
                 why=f"{len(self.labels)} labels, {len(cost)} costs, {len(self.memory)} memories",
             )
-        # The comparison is false for a NaN. min() above may hide one, hence self.cost.
-        if not all(value > -math.inf for value in self.cost):
+        if min(cost) == -math.inf or math.isnan(sum(cost)):
             raise ProblemError(
                 "a cost is not a number or is minus infinity", where=where, todo="correct it"
             )
@@ -97,7 +98,7 @@ def _check_memory(where: str, count: int, live: tuple[int, int], nbytes: Sequenc
             where=where,
             why=f"{count} costs, {len(nbytes)} memories",
         )
-    if not all(0 <= value < math.inf for value in nbytes):  # false for a NaN
+    if not (min(nbytes) >= 0 and max(nbytes) < math.inf) or math.isnan(sum(nbytes)):
         raise ProblemError(
             "memory is negative or not a finite number of bytes", where=where, todo="correct it"
         )

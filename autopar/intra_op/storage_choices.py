@@ -7,9 +7,10 @@ optimum is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from autopar.ir.tensor import TensorType
 from autopar.ir.update import LocalState, Rule, nbytes_in, owner_hops, states_of
 from autopar.ir.update.ownership import OWNERS
 
+Figure = Any  # of one choice, or an array with that of each choice
 States = Callable[[bool, bool], tuple[LocalState, ...]]
 
 
@@ -49,7 +51,7 @@ class HostStateCost:
 
 @dataclass(frozen=True)
 class StoredCost:
-    """One choice of a parameter, in seconds and bytes.
+    """Choices of a parameter, in seconds and bytes: figures of one, or arrays of several.
 
     Attributes:
         seconds: its collectives for one microbatch, with its part of the costs once per step.
@@ -65,31 +67,38 @@ class StoredCost:
         host: bytes in host memory.
     """
 
-    seconds: float
-    synchronised: float
-    fetched: float
-    refetched: float
-    reduced: float
-    gathered: float
-    added: float
-    nbytes: dict[Role, float]
-    host: float = 0.0
+    seconds: Figure
+    synchronised: Figure
+    fetched: Figure
+    refetched: Figure
+    reduced: Figure
+    gathered: Figure
+    added: Figure
+    nbytes: dict[Role, Figure]
+    host: Figure = 0.0
 
-    def held(self, trained: bool) -> float:
+    def held(self, trained: bool) -> Figure:
         """Returns the bytes held for most of a step, with the gradient if it is trained."""
-        gradient = max(self.nbytes["gradient"], self.nbytes["accumulated"]) if trained else 0.0
+        gradient = np.maximum(self.nbytes["gradient"], self.nbytes["accumulated"]) * trained
         return self.nbytes["leaf"] + self.nbytes["gathered"] + gradient
 
     @property
-    def parts(self) -> tuple[float, ...]:
+    def parts(self) -> tuple[Figure, ...]:
         """Returns the seconds that are exposed, hidden by the backward, hidden by the forward."""
         behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
+    def of(self, places: Sequence[int]) -> StoredCost:
+        """Returns some of several choices."""
+        at = list(places)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        nbytes = {role: each[at] for role, each in given.pop("nbytes").items()}
+        return StoredCost(**{name: each[at] for name, each in given.items()}, nbytes=nbytes)
+
 
 @dataclass(frozen=True)
 class StoredTraffic:
-    """Traffic and memory of one choice of a parameter, for any number of microbatches.
+    """Traffic and memory of one choice of a parameter, or of several, for any microbatches.
 
     Attributes:
         seconds: its collectives, each once, by when they run; see `storage.Hop`.
@@ -106,15 +115,40 @@ class StoredTraffic:
             does so, by when they are sent.
     """
 
-    seconds: dict[str, float]
-    nbytes: dict[str, float]
-    state_bytes: Callable[[bool, bool], tuple[float, float]]
-    separate_gathers: tuple[bool, bool]
-    reducing: float
-    at_end: bool
-    residual: float
-    added: float
-    copied: dict[str, float]
+    seconds: dict[str, Figure]
+    nbytes: dict[str, Figure]
+    state_bytes: Callable[[bool, bool], tuple[Figure, Figure]]
+    separate_gathers: tuple[Figure, Figure]
+    reducing: Figure
+    at_end: Figure
+    residual: Figure
+    added: Figure
+    copied: dict[str, Figure]
+
+    @classmethod
+    def of(cls, every: Sequence[StoredTraffic]) -> StoredTraffic:
+        """Returns the traffic of several choices, in arrays."""
+
+        def rows(figures: Callable[[StoredTraffic], Mapping[str, Figure]]) -> dict[str, Figure]:
+            table = list(map(figures, every))
+            return {name: np.array([row[name] for row in table]) for name in table[0]}
+
+        def state_bytes(away: bool, in_parts: bool) -> tuple[Figure, Figure]:
+            device, host = np.array([one.state_bytes(away, in_parts) for one in every]).T
+            return device, host
+
+        forward, backward = np.array([one.separate_gathers for one in every]).T
+        return cls(
+            rows(lambda one: one.seconds),
+            rows(lambda one: one.nbytes),
+            cache(state_bytes),
+            (forward, backward),
+            np.array([one.reducing for one in every]),
+            np.array([one.at_end for one in every]),
+            np.array([one.residual for one in every]),
+            np.array([one.added for one in every]),
+            rows(lambda one: one.copied),
+        )
 
     def cost(
         self,
@@ -125,7 +159,7 @@ class StoredTraffic:
         fused: bool = False,
         how: Execution = AS_WRITTEN,
     ) -> StoredCost:
-        """Returns the price of the choice.
+        """Returns the price of the choice, or of each choice.
 
         Args:
             microbatches: number in a step.
@@ -149,19 +183,20 @@ class StoredTraffic:
         refetched = shown * totals["backward"]
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_separate, backward_separate = self.separate_gathers
-        reduction_scratch = max(self.reducing - updated, 0.0)
+        reduction_scratch = np.maximum(self.reducing - updated, 0.0)
         state, host = self.state_bytes(away is not None, fused)
         coming = 0.0 if away is None else host * away.seconds
-        nbytes: dict[Role, float] = {
+        updating = updated if away is None else away.share * (updated + host)
+        nbytes: dict[Role, Figure] = {
             "leaf": self.nbytes["held"] + state + self.residual,
-            "gathered": self.nbytes["kept"] if forward_separate else 0.0,
-            "fetched": used if backward_separate else 0.0,
+            "gathered": self.nbytes["kept"] * forward_separate,
+            "fetched": used * backward_separate,
             "waiting": used,
-            "backward": 0.0 if self.at_end else reduction_scratch,
-            "summed": reduction_scratch if self.at_end else 0.0,
+            "backward": reduction_scratch * (1.0 - self.at_end),
+            "summed": reduction_scratch * self.at_end,
             "gradient": updated,
-            "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
-            "update": 0.0 if fused else updated if away is None else away.share * (updated + host),
+            "accumulated": self.nbytes["grads"] * (microbatches > 1),
+            "update": updating * (not fused),
         }
         added = self.added * (microbatches > 1 and not how.adds)
         added += how.copies * sum(copied.values()) / microbatches
@@ -308,8 +343,8 @@ def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> HostStateCo
 
 
 def undominated(
-    options: Sequence[Option], costs: Sequence[StoredCost]
-) -> tuple[tuple[Option, ...], tuple[StoredCost, ...]]:
+    options: Sequence[Option], cost: StoredCost
+) -> tuple[tuple[Option, ...], StoredCost]:
     """Returns the choices that no other with the same layout in use beats; of equals the first.
 
     Choices that split no state stay: at equal price they are the plainest (see `polish`).
@@ -319,21 +354,20 @@ def undominated(
     for at, option in enumerate(options):
         plain = option.storage is not None and not option.storage.axes("updated")
         (left if plain else used_alike.setdefault(option.results, [])).append(at)
+    seconds, nbytes = np.array(cost.parts).T, np.array([*cost.nbytes.values()]).T
     for places in used_alike.values():
-        better = _dominates([costs[at] for at in places])
+        better = _dominates(seconds[places], nbytes[places])
         kept: list[int] = []
         for at in range(len(places)):
             if not better[kept, at].any():
                 kept = [rival for rival in kept if not better[at, rival]] + [at]
         left += [places[at] for at in kept]
     left.sort()
-    return tuple(options[at] for at in left), tuple(costs[at] for at in left)
+    return tuple(options[at] for at in left), cost.of(left)
 
 
-def _dominates(costs: Sequence[StoredCost]) -> NDArray[np.bool_]:
+def _dominates(seconds: NDArray[np.float64], nbytes: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Returns for each pair of choices whether the first is at least as good in every respect."""
-    seconds = np.array([cost.parts for cost in costs])
-    nbytes = np.array([tuple(cost.nbytes.values()) for cost in costs])
     faster = seconds[:, None] <= seconds[None] * (1 + 1e-12)
     smaller = nbytes[:, None] <= nbytes[None]
     return np.logical_and(faster.all(axis=2), smaller.all(axis=2))

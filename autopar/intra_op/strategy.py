@@ -13,9 +13,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 from autopar.intra_op.axis_runs import on_many, within_runs
-from autopar.intra_op.rule import Dims, OpRule, Signature, resolve
+from autopar.intra_op.rule import Dims, Groups, OpRule, Signature, resolve
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -74,19 +76,56 @@ def strategies(signature: Signature, mesh: Mesh, runs: int | None = None) -> tup
     choices += [VARYING] if signature.varying else []
     axes = [axis for axis in mesh.axes if axis.size > 1]
 
+    rule = _Effects(
+        tuple(choices),
+        signature.operands,
+        signature.results,
+        signature.additive,
+        signature.linear,
+        frozenset(signature.exchanged),
+        tuple(signature.tied.items()),
+        frozenset(factor for factor, size in signature.sizes.items() if size > 1),
+    )
+    return _laid_out(rule, tuple(_assignments(signature, axes, choices, runs)))
+
+
+class _Effects(NamedTuple):
+    """All that determines the effects of parts; see `Signature`.
+
+    Attributes:
+        choices: the possible parts of an axis.
+        solid: factors of more than one element.
+    """
+
+    choices: tuple[str, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    additive: tuple[bool, ...]
+    linear: Groups
+    exchanged: frozenset[str]
+    tied: tuple[tuple[str, str], ...]
+    solid: frozenset[str]
+
+
+@lru_cache(maxsize=1 << 9)
+def _laid_out(
+    rule: _Effects, assignments: tuple[tuple[tuple[str, str], ...], ...]
+) -> tuple[Strategy, ...]:
+    """Returns the strategies of some assignments; kept for meshes and batches of other sizes."""
+
     def tensor(dims: Dims, operand: int | None) -> _Tensor:
-        effects = {part: _effect(part, dims, signature, operand) for part in choices}
+        effects = {part: _effect(part, dims, rule, operand) for part in rule.choices}
         return _Tensor(len(dims), effects)
 
-    operands = [tensor(dims, number) for number, dims in enumerate(signature.operands)]
-    results = [tensor(dims, None) for dims in signature.results]
+    operands = [tensor(dims, number) for number, dims in enumerate(rule.operands)]
+    results = [tensor(dims, None) for dims in rule.results]
     return tuple(
         Strategy(
             parts,
             tuple(tensor.layout(parts) for tensor in operands),
             tuple(tensor.layout(parts) for tensor in results),
         )
-        for parts in _assignments(signature, axes, choices, runs)
+        for parts in assignments
     )
 
 
@@ -126,14 +165,25 @@ def _assignments(
     signature: Signature, axes: list[Axis], choices: list[str], runs: int | None
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     rows = signature.rows
-    for parts in itertools.product(choices, repeat=len(axes)):
+    factors = {part: part.split(TOGETHER) for part in choices}
+
+    @cache
+    def splits(factor: str, count: int) -> bool:
+        return _splits(signature, factor, count)
+
+    # A factor that one axis cannot split, it cannot split beside others.
+    fitting = [
+        [part for part in choices if all(splits(factor, axis.size) for factor in factors[part])]
+        for axis in axes
+    ]
+    for parts in itertools.product(*fitting):
         if not within_runs(parts, runs, rows):
             continue
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):
-            for factor in part.split(TOGETHER):
+            for factor in factors[part]:
                 ways[factor] = ways.get(factor, 1) * axis.size
-        if all(_splits(signature, part, count) for part, count in ways.items()):
+        if all(itertools.starmap(splits, ways.items())):
             yield tuple((axis.name, part) for axis, part in zip(axes, parts, strict=True))
 
 
@@ -167,44 +217,49 @@ class _Tensor:
 
     def layout(self, parts: tuple[tuple[str, str], ...]) -> Layout:
         """Returns its layout under a strategy."""
-        split: list[tuple[str, ...]] = [()] * self.rank
-        partial, varying = list[str](), list[str]()
-        for axis, part in parts:
-            effect = self.effects[part]
-            if isinstance(effect, int):
-                split[effect] = (*split[effect], axis)
-            elif effect == PARTIAL:
-                partial.append(axis)
-            elif effect == VARYING:
-                varying.append(axis)
-        return Layout(tuple(split), tuple(partial), tuple(varying))
+        return _layout(self.rank, tuple((axis, self.effects[part]) for axis, part in parts))
 
 
-def _effect(part: str, dims: Dims, signature: Signature, operand: int | None) -> int | str:
+@lru_cache(maxsize=1 << 14)
+def _layout(rank: int, effects: tuple[tuple[str, int | str], ...]) -> Layout:
+    """Returns the layout of a tensor, given the effect of each axis; operators have many alike."""
+    split: list[tuple[str, ...]] = [()] * rank
+    partial, varying = list[str](), list[str]()
+    for axis, effect in effects:
+        if isinstance(effect, int):
+            split[effect] = (*split[effect], axis)
+        elif effect == PARTIAL:
+            partial.append(axis)
+        elif effect == VARYING:
+            varying.append(axis)
+    return Layout(tuple(split), tuple(partial), tuple(varying))
+
+
+def _effect(part: str, dims: Dims, rule: _Effects, operand: int | None) -> int | str:
     """Returns the effect of a part along its axis on the operand of that number, or on a result."""
     if part == NOTHING:
         return NOTHING
     factors = part.split(TOGETHER)
     for number, dim in enumerate(dims):
-        if any(_leads(factor, dim, signature) for factor in factors):
+        if any(_leads(factor, dim, rule) for factor in factors):
             return number
-    if operand is None and part in signature.exchanged:
+    if operand is None and part in rule.exchanged:
         return NOTHING  # the operator has already combined it
-    return PARTIAL if _summed(part, signature, operand) else VARYING
+    return PARTIAL if _summed(part, rule, operand) else VARYING
 
 
-def _summed(part: str, signature: Signature, operand: int | None) -> bool:
+def _summed(part: str, rule: _Effects, operand: int | None) -> bool:
     """Returns whether a tensor that lacks the factor `part` is a partial sum along its axis."""
     if part == VARYING:
         return False
     if operand is None:
         return True
     if part.startswith(PARTIAL):
-        return operand in signature.linear[int(part.removeprefix(PARTIAL) or 0)]
-    produced = {f for dims in signature.results for dim in dims for f in dim}
-    return signature.additive[operand] and produced.isdisjoint(part.split(TOGETHER))
+        return operand in rule.linear[int(part.removeprefix(PARTIAL) or 0)]
+    produced = {f for dims in rule.results for dim in dims for f in dim}
+    return rule.additive[operand] and produced.isdisjoint(part.split(TOGETHER))
 
 
-def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:
-    solid = [f for f in dim if signature.sizes[f] > 1]
-    return bool(solid) and signature.tied.get(solid[0], solid[0]) == factor
+def _leads(factor: str, dim: tuple[str, ...], rule: _Effects) -> bool:
+    solid = [f for f in dim if f in rule.solid]
+    return bool(solid) and dict(rule.tied).get(solid[0], solid[0]) == factor

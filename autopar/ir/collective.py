@@ -115,19 +115,19 @@ def _reductions(
 ) -> Iterator[Step]:
     """Yields P -> R and R -> V, over any set of axes at once."""
     for axes in _subsets(layout.partial):
-        dst = replace(layout, partial=_without(layout.partial, axes))
+        dst = Layout(layout.dims, _without(layout.partial, axes), layout.varying)
         call = Collective("all_reduce", axes, nbytes)
         yield Step("all_reduce", axes, None, None, layout, dst, call, None)
     if grad:
         for axes in _subsets(replicated):
-            dst = replace(layout, varying=_merge(mesh, layout.varying, axes))
+            dst = Layout(layout.dims, layout.partial, _merge(mesh, layout.varying, axes))
             call = Collective("all_reduce", axes, nbytes)
             yield Step("to_varying", axes, None, None, layout, dst, None, call)
     for axis in layout.varying:
-        dst = replace(layout, varying=_without(layout.varying, (axis,)))
+        dst = Layout(layout.dims, layout.partial, _without(layout.varying, (axis,)))
         yield Step("from_varying", (axis,), None, None, layout, dst, None, None)
     for axis in replicated:
-        dst = replace(layout, partial=_merge(mesh, layout.partial, (axis,)))
+        dst = Layout(layout.dims, _merge(mesh, layout.partial, (axis,)), layout.varying)
         yield Step("to_partial", (axis,), None, None, layout, dst, None, None)
 
 
@@ -173,15 +173,15 @@ def _gathers(
         axis, size = axes[-1], mesh.axis_size(axes[-1])
         dims = _put(layout.dims, dim, axes[:-1])
         forward = Collective("all_gather", (axis,), nbytes)
-        whole = replace(layout, dims=dims)
+        whole = layout.with_dims(dims)
         yield Step("all_gather_invariant", (axis,), dim, None, layout, whole, forward, None)
         if grad:
-            dst = replace(whole, varying=_merge(mesh, layout.varying, (axis,)))
+            dst = Layout(dims, layout.partial, _merge(mesh, layout.varying, (axis,)))
             backward = Collective("reduce_scatter", (axis,), whole.local_bytes(tensor, mesh))
             yield Step("all_gather", (axis,), dim, None, layout, dst, forward, backward)
         for other, extent in enumerate(local):
             if other != dim and extent >= size:
-                dst = replace(layout, dims=_put(dims, other, (*dims[other], axis)))
+                dst = layout.with_dims(_put(dims, other, (*dims[other], axis)))
                 call = Collective("all_to_all", (axis,), nbytes)
                 back = replace(call, nbytes=dst.local_bytes(tensor, mesh)) if grad else None
                 yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)

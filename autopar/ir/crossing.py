@@ -18,7 +18,7 @@ from autopar.errors import LayoutError, MeshError
 from autopar.ir.collective import Collective, Step
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.resharding import Resharder
+from autopar.ir.resharding import LayoutGraphs, Resharder
 from autopar.ir.stage_graphs import is_sent
 from autopar.ir.tensor import Layout, TensorType
 
@@ -130,7 +130,19 @@ def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
     return Crossing(tuple(boxes), arrival, gathers)
 
 
-def gathers_of(tensor: TensorType, layout: Layout, mesh: Mesh) -> tuple[Step, ...]:
+def by_bytes(mesh: Mesh, graphs: LayoutGraphs | None = None) -> Resharder:
+    """Returns the resharder that sends the fewest bytes.
+
+    Args:
+        mesh: the devices.
+        graphs: layouts and steps to share with resharders on other meshes.
+    """
+    return Resharder(mesh, lambda call: float(call.nbytes), graphs=graphs)
+
+
+def gathers_of(
+    tensor: TensorType, layout: Layout, mesh: Mesh, resharder: Resharder | None = None
+) -> tuple[Step, ...]:
     """Returns the steps by which devices gather a value that other devices sent them.
 
     They depend on the receiving side only.
@@ -139,13 +151,14 @@ def gathers_of(tensor: TensorType, layout: Layout, mesh: Mesh) -> tuple[Step, ..
         tensor: the value's global type.
         layout: its layout on the receiving mesh, without partial sums.
         mesh: the receiving mesh.
+        resharder: `by_bytes` of this mesh, if it was used before.
     """
-    resharder = Resharder(mesh, lambda call: float(call.nbytes))
+    resharder = resharder or by_bytes(mesh)
     return resharder.steps(tensor, spread(tensor.shape, layout, mesh), layout, grad=False)
 
 
 def gathered(
-    graph: Graph, node: Node, layout: Layout, mesh: Mesh
+    graph: Graph, node: Node, layout: Layout, mesh: Mesh, resharder: Resharder | None = None
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the collectives by which a stage's devices gather the values of other stages.
 
@@ -157,12 +170,13 @@ def gathered(
         node: one of its nodes.
         layout: layout of the node's value.
         mesh: the stage's devices.
+        resharder: `by_bytes` of this mesh, if it was used before.
     """
     received = node.op == "received"
     sent = node.requires_grad and is_sent(graph, node)
     if not received and not sent:
         return (), ()
-    steps = gathers_of(node.type, layout, mesh)
+    steps = gathers_of(node.type, layout, mesh, resharder)
     calls = tuple(step.forward for step in steps if step.forward is not None)
     return (calls, ()) if received else ((), calls)
 

@@ -42,6 +42,7 @@ EACH = ("forward", "backward", "accumulate")  # per microbatch; "reduce" and "up
 REDUCED = ("accumulate", "reduce")  # hops of a gradient
 BUCKET = 25 * 2**20  # bytes of gradients, as in torch's DistributedDataParallel
 COPIED = 2**20  # bytes; smaller gradients are packed, which is faster than one call each
+Dims = tuple[tuple[str, ...], ...]
 Item = TypeVar("Item")
 
 
@@ -174,7 +175,8 @@ class Storage:
             (self.held, self.used), (self.grads, self.used), (self.kept, self.used),
             (self.updated, self.held), (self.updated, self.grads),
         )  # fmt: skip
-        behind = {a for fine, coarse in pairs for _, axes in _added(fine, coarse) for a in axes}
+        added = (each for fine, coarse in pairs for each in _added(fine.dims, coarse.dims))
+        behind = {axis for _, axes in added for axis in axes}
         if not behind <= set(self.used.varying):
             strange = ", ".join(sorted(behind - set(self.used.varying)))
             raise LayoutError(
@@ -198,7 +200,7 @@ class Storage:
     def axes(self, state: str) -> tuple[str, ...]:
         """Returns the axes over which "held", "grads", "updated" or "kept" splits the replicas."""
         layout: Layout = getattr(self, state)
-        return tuple(axis for _, axes in _added(layout, self.used) for axis in axes)
+        return tuple(axis for _, axes in _added(layout.dims, self.used.dims) for axis in axes)
 
     def format(self, shape: tuple[int, ...]) -> str:
         """Returns the notation of a pin: "held", "held | grads | updated", or with "| kept"."""
@@ -243,9 +245,10 @@ class Storage:
         precision: Precision,
     ) -> Iterator[Hop]:
         sent = precision.sent(tensor, trained)
+        long = tuple(axis.name for axis in mesh.axes if axis.size > 1)
 
         def gathers(when: str, fine: Layout, coarse: Layout, times: int) -> Iterator[Hop]:
-            for dim, axes, src, dst in _path(fine, coarse, mesh):
+            for dim, axes, src, dst in _path(fine.dims, coarse.dims, mesh.names, long):
                 call = Collective("all_gather", axes, src.local_bytes(tensor, mesh))
                 if precision.weights and when != "update" and fine.dims == self.held.dims:
                     parts = math.prod(mesh.axis_size(axis) for axis in axes)
@@ -254,7 +257,7 @@ class Storage:
                 yield Hop(when, call, src, dst, dim, times, dst.local_bytes(tensor, mesh))
 
         def scatters(when: str, coarse: Layout, fine: Layout, times: int) -> Iterator[Hop]:
-            for dim, axes, src, dst in reversed(list(_path(fine, coarse, mesh))):
+            for dim, axes, src, dst in reversed(_path(fine.dims, coarse.dims, mesh.names, long)):
                 nbytes = dst.local_bytes(sent, mesh)
                 call = Collective("reduce_scatter", axes, nbytes)
                 exact = Hop(when, call, dst, src, dim, times, nbytes)
@@ -324,13 +327,13 @@ def compressed(hop: Hop, method: Method | None, sent: TensorType, mesh: Mesh) ->
     )
 
 
-def _added(fine: Layout, coarse: Layout) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _added(fine: Dims, coarse: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yields the axes that split a dimension in `fine` but not in `coarse`.
 
     Raises:
         LayoutError: `coarse` is not a prefix of `fine`.
     """
-    for dim, (more, less) in enumerate(zip(fine.dims, coarse.dims, strict=True)):
+    for dim, (more, less) in enumerate(zip(fine, coarse, strict=True)):
         if more[: len(less)] != less:
             raise LayoutError(
                 f"the states of a parameter split dimension {dim} as {'@'.join(more) or 'a whole'} "
@@ -342,25 +345,33 @@ def _added(fine: Layout, coarse: Layout) -> Iterator[tuple[int, tuple[str, ...]]
             yield dim, more[len(less) :]
 
 
+@lru_cache(maxsize=1 << 14)
 def _path(
-    fine: Layout, coarse: Layout, mesh: Mesh
-) -> Iterator[tuple[int, tuple[str, ...], Layout, Layout]]:
-    """Yields the all_gathers from `fine` to `coarse`: dimension, axes, layouts before and after."""
-    layout = Layout(fine.dims)
+    fine: Dims, coarse: Dims, names: tuple[str, ...], long: tuple[str, ...]
+) -> tuple[tuple[int, tuple[str, ...], Layout, Layout], ...]:
+    """Returns the all_gathers from `fine` to `coarse`: dimension, axes, layouts before and after.
+
+    Args:
+        fine, coarse: the axes that split each dimension.
+        names: the axes of the mesh, in order.
+        long: those with more than one device.
+    """
+    path, layout = [], Layout(fine)
     for dim, axes in _added(fine, coarse):
-        for run in reversed(runs(axes, mesh)):
+        for run in reversed(runs(axes, names)):
             shorter = layout.dims[dim][: -len(run)]
             after = layout.with_dims((*layout.dims[:dim], shorter, *layout.dims[dim + 1 :]))
-            if any(mesh.axis_size(axis) > 1 for axis in run):
-                yield dim, run, layout, after
+            if not set(long).isdisjoint(run):
+                path.append((dim, run, layout, after))
             layout = after
+    return tuple(path)
 
 
-def runs(axes: Sequence[str], mesh: Mesh) -> list[tuple[str, ...]]:
-    """Cuts a sequence of axes into runs that are in mesh order."""
+def runs(axes: Sequence[str], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Cuts a sequence of axes into runs that are in the order of `names`."""
     pieces: list[tuple[str, ...]] = []
     for axis in axes:
-        if pieces and mesh.names.index(pieces[-1][-1]) < mesh.names.index(axis):
+        if pieces and names.index(pieces[-1][-1]) < names.index(axis):
             pieces[-1] = (*pieces[-1], axis)
         else:
             pieces.append((axis,))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
@@ -185,7 +185,7 @@ class Layout:
 
     def with_dims(self, dims: tuple[tuple[str, ...], ...]) -> Layout:
         """Returns the same layout with other dimension splits."""
-        return replace(self, dims=dims)
+        return Layout(dims, self.partial, self.varying)
 
     def format(self, shape: tuple[int, ...]) -> str:
         """Returns the notation with sizes filled in: "[8, 1024@gpu] +sum(node)"."""

@@ -7,7 +7,7 @@ import random
 from autopar.ir.collective import Collective, moves
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.ir.resharding import Resharder, Reshardings
+from autopar.ir.resharding import LayoutGraphs, Resharder, Reshardings
 from autopar.ir.tensor import Layout, TensorType
 
 MESH = Mesh.parse("H100: a=2, b=3, c=4")
@@ -58,3 +58,24 @@ def test_a_price_remembers_its_reshardings() -> None:
     assert Reshardings.of(other, known) is not known
     call = Collective("all_reduce", ("a",), 64)
     assert known(call) == price(call)
+
+
+def test_meshes_of_other_sizes_share_layouts_but_not_prices() -> None:
+    """In any order, also where one mesh has layouts that another has not."""
+    draw, graphs = random.Random(1), LayoutGraphs()
+    meshes = [Mesh.parse(f"H100: a={a}, b={b}") for a in (1, 2, 4, 8) for b in (2, 3, 8)]
+    shared = [Resharder(mesh, price, graphs=graphs) for mesh in meshes]
+    tensor, whole = TensorType("bf16", (6, 16)), Layout.replicated(2)
+    for _ in range(4):
+        for mesh, resharder in draw.sample(list(zip(meshes, shared, strict=True)), len(meshes)):
+            alone = Resharder(mesh, price)
+            ends = [whole]
+            for _ in range(6):
+                step = draw.choice(list(moves(draw.choice(ends), tensor, mesh)))
+                ends.append(step.dst)
+            assert (resharder.costs(tensor, ends, ends) == alone.costs(tensor, ends, ends)).all(), (
+                mesh
+            )
+            for src, dst in zip(ends, reversed(ends), strict=True):
+                steps = resharder.steps(tensor, src, dst)
+                assert steps == alone.steps(tensor, src, dst), (mesh, src, dst)

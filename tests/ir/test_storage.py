@@ -12,7 +12,13 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import LayoutError, StateError
 from autopar.intra_op.node_choices import parameter_options, storages, stored_option
 from autopar.intra_op.states import StateChoice
-from autopar.intra_op.storage_choices import StoredCost, stored_traffic, undominated
+from autopar.intra_op.storage_choices import (
+    HostStateCost,
+    StoredCost,
+    StoredTraffic,
+    stored_traffic,
+    undominated,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.state_sharding import StateSharding, shardings
 from autopar.ir.storage import Storage
@@ -93,12 +99,13 @@ def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
     """Against all pairs: of choices with one layout in use no better one is left out."""
     model = AnalyticModel(MESH)
     every = [stored_option(s, WEIGHT) for s in storages(USED, WEIGHT, MESH, 3)]
-    costs = [
-        stored_traffic(WEIGHT, True, o.storage, MESH, model, RULE).cost(3, waits=False)
-        for o in every
-        if o.storage
+    traffic = [
+        stored_traffic(WEIGHT, True, o.storage, MESH, model, RULE) for o in every if o.storage
     ]
-    kept, prices = undominated(every, costs)
+    costs = [one.cost(3, waits=False) for one in traffic]
+    kept, together = undominated(every, StoredTraffic.of(traffic).cost(3, waits=False))
+    prices = [costs[every.index(option)] for option in kept]
+    assert together.seconds.tolist() == [cost.seconds for cost in prices]
     assert len(kept) < len(every)
     for option, cost in zip(every, costs, strict=True):
         assert option in kept or any(as_good(other, cost) for other in prices)
@@ -106,6 +113,28 @@ def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
         assert option.storage is not None
         plain = not option.storage.axes("updated")  # the one that splits nothing always stays
         assert plain or not any(as_good(b, a) for b in prices if b is not a)
+
+
+@pytest.mark.parametrize("device", ["H100", "cpu"])
+@pytest.mark.parametrize("away", [None, HostStateCost(1e-10, 0.25)])
+@pytest.mark.parametrize(("count", "fused", "again"), [(1, True, 0.0), (3, False, 0.5)])
+def test_several_choices_cost_what_each_does(
+    device: str, away: HostStateCost | None, count: int, fused: bool, again: float
+) -> None:
+    mesh = Mesh.parse(str(MESH).replace(MESH.device, device))
+    model = AnalyticModel(mesh)
+    traffic = [
+        stored_traffic(WEIGHT, True, storage, mesh, model, RULE)
+        for storage in storages(USED, WEIGHT, mesh, 3)
+    ]
+    every = StoredTraffic.of(traffic).cost(count, False, again, away, fused)
+    for at, one in enumerate(traffic):
+        alone = one.cost(count, False, again, away, fused)
+        for name in ("seconds", "synchronised", "fetched", "refetched", "reduced", "gathered"):
+            assert getattr(every, name)[at] == getattr(alone, name)
+        assert (every.added[at], every.host[at]) == (alone.added, alone.host)
+        assert every.held(True)[at] == alone.held(True)
+        assert {role: each[at] for role, each in every.nbytes.items()} == alone.nbytes
 
 
 def test_one_microbatch_needs_no_layout_of_its_own_for_gradients() -> None:
@@ -117,7 +146,7 @@ def test_one_microbatch_needs_no_layout_of_its_own_for_gradients() -> None:
             stored_traffic(WEIGHT, True, s, MESH, model, RULE).cost(count, waits=True)
             for s in storages(USED, WEIGHT, MESH, options)
         )
-        return min(cost.seconds for cost in found)
+        return float(min(cost.seconds for cost in found))
 
     assert best(1, 1) == pytest.approx(best(1, 2))
 

@@ -54,17 +54,6 @@ def test_rows_are_worked_on_by_a_process_each() -> None:
 
 
 @pytest.mark.slow
-def test_other_processes_collect_garbage_as_often_as_this_one() -> None:
-    usual = gc.get_threshold()
-    gc.set_threshold(12_345, 67, 89)
-    try:
-        with Workers(1) as workers:
-            assert workers.run([[], [gc.get_threshold]])[1] == [(12_345, 67, 89)]
-    finally:
-        gc.set_threshold(*usual)
-
-
-@pytest.mark.slow
 def test_what_is_not_answered_is_worked_out_here() -> None:
     with Workers(1) as workers:
         assert workers.run([[], [lambda: (1, HERE)]]) == [[], [(1, HERE)]]  # cannot be pickled
@@ -76,3 +65,14 @@ def test_what_is_not_answered_is_worked_out_here() -> None:
         assert place != HERE  # and not the answer to what was asked before
         for number in (0, 7):  # it has ended
             assert workers.run([[], [partial(square, number)]])[1] == [(number**2, HERE)]
+
+
+def test_other_processes_collect_garbage_as_rarely_as_this_one() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(54_321, 12, 34)
+    try:
+        with Workers(1) as workers:
+            (here,), (there,) = workers.run([[gc.get_threshold], [gc.get_threshold]])
+    finally:
+        gc.set_threshold(*before)
+    assert here == there == (54_321, 12, 34)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.cost.operator_memory import recipe
-from autopar.intra_op.memory.lifetimes import Role
+from autopar.intra_op.memory.lifetimes import Copies, Role
 from autopar.intra_op.node_choices import Option
+from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 
@@ -61,34 +65,76 @@ def amounts(
     if node.is_leaf:
         return {("leaf", -1): [float(o.results[0].local_bytes(node.type, mesh)) for o in options]}
     operands = tuple(graph[name] for name in node.inputs)
+    aside = node.name in graph.aside  # a training step does not compute it
+    known: dict[Hashable, dict[tuple[Role, int], float]] = {}
     rows: Rows = {}
     for option in options:
-        into, out = option.operands, option.results
-        memory = recipe(node, operands, into, out, mesh, accelerator, option.form)
-        sizes: dict[tuple[Role, int], float] = {
-            ("value", -1): sum(memory.results),
-            ("owed", -1): sum(memory.results) if out[0].partial else 0.0,
-            ("waiting", -1): sum(memory.results),
-            ("extra", -1): sum(memory.extra),
-            ("scratch", -1): memory.scratch,
-            ("backward", -1): memory.backward_scratch,
-        }
-        for place, nbytes in enumerate(memory.gradients):
-            sizes["new", place] = max(nbytes, 0.0)
-        for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
-            sizes["value", place] = float(layout.local_bytes(read.type, mesh))
-            # A parameter that is never used in this layout is gathered, or split, for this
-            # operator.
-            used = facts.used[place]
-            copied = used is not None and layout.dims not in used
-            sizes["copy", place] = sizes["value", place] if copied else 0.0
-        for place in memory.saved:
-            nbytes = memory.results[0] if place < 0 else sizes["value", place]
-            # An input or a buffer is always in memory, whole; saving it in that layout makes no
-            # copy.
-            there = place >= 0 and facts.given[place] and not into[place].sharded_axes
-            sizes["kept", place] = 0.0 if there else nbytes
-        for key, nbytes in sizes.items():
-            aside = node.name in graph.aside  # a training step does not compute it
-            rows.setdefault(key, []).append(0.0 if aside else nbytes)
+        # Sums that are still to be computed allocate nothing, but a result may be one.
+        alike = option.split
+        if alike not in known:
+            known[alike] = _sizes(node, operands, option, facts, mesh, accelerator)
+        for key, nbytes in known[alike].items():
+            owed = key[0] != "owed" or option.results[0].partial
+            rows.setdefault(key, []).append(nbytes if owed and not aside else 0.0)
     return rows
+
+
+def _sizes(
+    node: Node,
+    operands: tuple[Node, ...],
+    option: Option,
+    facts: OperandFacts,
+    mesh: Mesh,
+    accelerator: bool,
+) -> dict[tuple[Role, int], float]:
+    """Returns the bytes of one copy of each tensor under a choice whose result is a sum."""
+    into, out = option.operands, option.results
+    memory = recipe(node, operands, into, out, mesh, accelerator, option.form)
+    sizes: dict[tuple[Role, int], float] = {
+        ("value", -1): sum(memory.results),
+        ("owed", -1): sum(memory.results),
+        ("waiting", -1): sum(memory.results),
+        ("extra", -1): sum(memory.extra),
+        ("scratch", -1): memory.scratch,
+        ("backward", -1): memory.backward_scratch,
+    }
+    for place, nbytes in enumerate(memory.gradients):
+        sizes["new", place] = max(nbytes, 0.0)
+    for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
+        sizes["value", place] = float(layout.local_bytes(read.type, mesh))
+        # A parameter that is never used in this layout is gathered, or split, for this operator.
+        used = facts.used[place]
+        copied = used is not None and layout.dims not in used
+        sizes["copy", place] = sizes["value", place] if copied else 0.0
+    for place in memory.saved:
+        nbytes = memory.results[0] if place < 0 else sizes["value", place]
+        # An input or a buffer is always in memory, whole; saving it in that layout makes no copy.
+        there = place >= 0 and facts.given[place] and not into[place].sharded_axes
+        sizes["kept", place] = 0.0 if there else nbytes
+    return sizes
+
+
+def pieces_of(copies: Mapping[tuple[Role, int], Copies], nbytes: Rows) -> list[Held]:
+    """Returns the bytes of a node's choices, in intervals of constant bytes.
+
+    Args:
+        copies: number of its tensors of each kind that are alive at each point.
+        nbytes: bytes of one tensor of each kind, for each choice.
+    """
+    keys = [key for key in copies if key in nbytes]
+    if not keys:
+        return []
+    alive = np.array([copies[key] for key in keys])
+    changes = np.flatnonzero((alive[:, 1:] != alive[:, :-1]).any(axis=0)) + 1
+    starts = np.concatenate([[0], changes])
+    memory = np.zeros((len(starts), len(nbytes[keys[0]])))
+    for key, counts in zip(keys, alive[:, starts], strict=True):
+        memory += np.outer(counts, nbytes[key])
+    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
+    rows = [0, *ends.tolist()]
+    bounds = [*starts[rows].tolist(), alive.shape[1]]
+    return [
+        (interval, tuple(memory[row].tolist()))
+        for row, interval in zip(rows, pairwise(bounds), strict=True)
+        if memory[row].any()
+    ]

@@ -28,7 +28,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -36,7 +35,6 @@ from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import hands_on, kept
 from autopar.intra_op.memory.moments import Block, OffloadSpan, offloaded, recomputed, spans
-from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.recompute import Recompute, of_runs
@@ -83,17 +81,6 @@ class Lifetimes:
     stowed: dict[tuple[str, int], float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
-
-
-def pieces_of(memory: Copies) -> list[Held]:
-    """Splits bytes at each point, shape (points, choices), into intervals of constant bytes."""
-    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
-    bounds = [0, *ends.tolist(), len(memory)]
-    return [
-        ((begin, end), tuple(memory[begin].tolist()))
-        for begin, end in pairwise(bounds)
-        if memory[begin].any()
-    ]
 
 
 def lifetimes(

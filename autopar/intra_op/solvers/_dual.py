@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints
-from autopar.intra_op.solvers._trws import Links, bound, links, sweep
+from autopar.intra_op.solvers._trws import bound, links, lower_bound, sweeps
 
 STEPS = 600
 SWEEPS = 4  # message sweeps per step of the memory prices
@@ -51,7 +51,8 @@ class Dual:
         flat, graph = self.flat, links(self.flat)
         excess, least = np.zeros(len(flat.cost)), np.zeros(flat.nodes, dtype=np.int64)
         cost = flat.cost + flat.table() @ self.prices
-        proved = _bound(flat, graph, cost, self, excess, least)
+        least_entries = bound(graph, cost, self.messages, excess, least)
+        proved = _proved(flat, self.prices, least_entries)
         scale = abs(price) + abs(proved) + float(self.prices @ np.abs(flat.limit - flat.base))
         room = price - proved + 1e-11 * scale
         matrix = flat.matrix.copy()
@@ -95,17 +96,16 @@ def ascend(
     """
     graph, table, room = links(flat), flat.table(), flat.limit - flat.base
     guess, least = np.zeros(flat.nodes, dtype=np.int64), np.zeros(flat.nodes, dtype=np.int64)
-    messages, excess = np.zeros(int(graph.message[-1])), np.zeros(len(flat.cost))
+    messages = np.zeros(int(graph.message[-1]))
     best = Dual(flat, prices, messages.copy(), -np.inf, ())
     direction, length, stalled = np.zeros(len(prices)), FIRST, 0
     guesses: dict[bytes, Ints] = {}
     for step in range(steps):
         cost = flat.cost + table @ prices
         # The first sweep is a backward one, whose messages the first forward sweep reads.
-        for k in range(0 if step else -1, SWEEPS if step else 10 * SWEEPS):
-            sweep(graph, cost, messages, guess, bool(k % 2))
-        now = Dual(flat, prices, messages, 0.0, ())
-        proved = _bound(flat, graph, cost, now, excess, least)
+        first, last = (0, SWEEPS) if step else (-1, 10 * SWEEPS)
+        sweeps(graph, cost, messages, guess, first, last)
+        proved = _proved(flat, prices, lower_bound(graph, cost, messages, least))
         guesses[guess.tobytes()] = guess.copy()
         stalled = 0 if proved - best.bound > 1e-5 * abs(proved) else stalled + 1
         if proved > best.bound:
@@ -132,10 +132,8 @@ def _stepped(prices: Floats, direction: Floats, fresh: Floats, rise: float, limi
     return np.maximum(prices + max(rise, 0.0) / square * along / limit, 0.0)
 
 
-def _bound(
-    flat: Flat, graph: Links, cost: Floats, dual: Dual, excess: Floats, least: Ints
-) -> float:
+def _proved(flat: Flat, prices: Floats, least_entries: float) -> float:
     """Returns a lower bound in seconds on every choice that fits, reduced to allow for rounding."""
-    refund = float(dual.prices @ (flat.limit - flat.base)) if len(dual.prices) else 0.0
-    seconds = bound(graph, cost, dual.messages, excess, least) + flat.total
+    refund = float(prices @ (flat.limit - flat.base)) if len(prices) else 0.0
+    seconds = least_entries + flat.total
     return seconds - refund - 1e-12 * (abs(seconds) + abs(refund))

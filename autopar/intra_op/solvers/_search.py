@@ -268,9 +268,12 @@ def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
         paid = np.array(node.cost)
         for edge in around[v]:
             paid = paid + (edge.cost[:, now[edge.b]] if edge.a == v else edge.cost[now[edge.a]])
+        equal = paid <= paid[now[v]] + 1e-13 * abs(paid[now[v]])
+        if np.count_nonzero(equal) == 1:
+            continue
         held = np.array([nbytes for _, nbytes in node.held])
         memory = np.sum(held, axis=0)
-        memory[paid > paid[now[v]] + 1e-13 * abs(paid[now[v]])] = np.inf
+        memory[~equal] = np.inf
         memory[(held > held[:, now[v], None]).any(axis=0)] = np.inf
         now[v] = min(now[v], int(np.argmin(memory)), key=lambda k: float(memory[k]))
     return tuple(now)

@@ -112,6 +112,20 @@ def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool)
 
     `guess` becomes each node's best choice given those of earlier nodes.
     """
+    _visit(g, cost, messages, guess, backward, True)
+
+
+@entry
+def sweeps(g: Links, cost: Floats, messages: Floats, guess: Ints, first: int, last: int) -> None:
+    """Sweeps as often as there are numbers from `first` to before `last`, backward at odd ones."""
+    for k in range(first, last):
+        _visit(g, cost, messages, guess, k % 2 == 1, k == last - 1)
+
+
+@inner
+def _visit(
+    g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool, guesses: bool
+) -> None:
     nodes, view = len(g.start) - 1, np.empty(np.max(np.diff(g.start)))
     for step in range(nodes):
         v = nodes - 1 - step if backward else step
@@ -122,7 +136,8 @@ def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool)
                 _gather(g, messages, h)
                 before += 1
         least = _belief(g, cost, messages, v, view)
-        guess[v] = _best_given(g, messages, v, view, guess, backward)
+        if guesses:
+            guess[v] = _best_given(g, messages, v, view, guess, backward)
         degree = g.first[v + 1] - g.first[v]
         share = 1.0 / max(before, degree - before, 1)
         for k in range(g.first[v], g.first[v + 1]):
@@ -149,6 +164,33 @@ def _best_given(
         if value < best:
             best, found = value, i
     return found
+
+
+@entry
+def lower_bound(g: Links, cost: Floats, messages: Floats, least: Ints) -> float:
+    """Returns the sum of the least entries.
+
+    Writes into `least` the cheapest choice of each node.
+    """
+    total, view = 0.0, np.empty(np.max(np.diff(g.start)))
+    for v in range(len(g.start) - 1):
+        lowest = _belief(g, cost, messages, v, view)
+        total += lowest
+        for i in range(g.start[v + 1] - g.start[v]):
+            if view[i] == lowest:
+                least[v] = i
+    for e in range(len(g.ends)):
+        a, b = g.ends[e, 0], g.ends[e, 1]
+        rows, columns = g.start[a + 1] - g.start[a], g.start[b + 1] - g.start[b]
+        one, two = g.message[2 * e], g.message[2 * e + 1]
+        lowest, rest = np.inf, view[:columns]
+        for i in range(rows):
+            line = g.matrix[g.place[e] + i * columns : g.place[e] + (i + 1) * columns]
+            for j in range(columns):
+                rest[j] = messages[one + i] + messages[two + j]
+            lowest = min(lowest, _least(line, rest))
+        total += lowest
+    return total
 
 
 @entry

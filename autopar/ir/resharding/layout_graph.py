@@ -1,16 +1,16 @@
 """Layouts and the steps between them, for all tensors that have the same possible layouts.
 
-The possible layouts of a tensor depend on its extents only through the products of mesh axes that
-the extents allow. The bytes of a step are those of the layout that it leaves (forward) or enters
-(backward). Steps are therefore listed once for a class of tensors, and each tensor adds its bytes.
+The possible layouts of a tensor depend on its extents only through the sets of mesh axes that can
+split each of them. The bytes of a step are those of the layout that it leaves (forward) or enters
+(backward). Steps are therefore listed once for a class of tensors, also on meshes that differ in
+sizes only, and each tensor adds its bytes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -23,24 +23,44 @@ from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 _NONE = Collective("", (), 0)
 
 
+class LayoutGraphs:
+    """The graphs of all classes of tensors, to be shared by meshes with axes of the same names."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, LayoutGraph] = {}
+
+    def of(self, mesh: Mesh, tensor: TensorType, grad: bool) -> LayoutGraph:
+        """Returns the graph of a tensor's layouts.
+
+        Args:
+            mesh: the devices.
+            tensor: its type.
+            grad: whether gradients flow.
+        """
+        key = mesh.names, _possible(tensor, mesh), grad
+        if key not in self._known:
+            self._known[key] = LayoutGraph(mesh, tensor, grad)
+        return self._known[key]
+
+
 class LayoutGraph:
     """The layouts of a class of tensors and the steps that leave each, listed on demand.
 
     Args:
-        mesh: the devices.
+        mesh: the devices, or others on which the class has the same layouts.
         tensor: one tensor of the class.
         grad: whether gradients flow.
     """
 
     def __init__(self, mesh: Mesh, tensor: TensorType, grad: bool) -> None:
-        self.mesh, self.grad, self._tensor = mesh, grad, tensor
+        self._mesh, self._grad, self._tensor = mesh, grad, tensor
         self._steps: dict[Layout, tuple[Step, ...]] = {}
         self._nets: list[_Net] = []
 
     def steps(self, layout: Layout) -> tuple[Step, ...]:
         """Returns the steps that leave a layout; their bytes are those of another tensor."""
         if layout not in self._steps:
-            self._steps[layout] = tuple(moves(layout, self._tensor, self.mesh, self.grad))
+            self._steps[layout] = tuple(moves(layout, self._tensor, self._mesh, self._grad))
         return self._steps[layout]
 
     def net(self, starts: Sequence[Layout]) -> _Net:
@@ -70,7 +90,7 @@ class _Net:
     """
 
     def __init__(self, graph: LayoutGraph, place: dict[Layout, int]) -> None:
-        self.place, self.mesh = place, graph.mesh
+        self.place = place
         rows = sorted(
             (
                 (place[step.dst], place[layout], step)
@@ -109,48 +129,40 @@ class _Net:
         ]
         return [list(ways) for ways in known], np.array(rows, np.int64).reshape(len(rows), rank)
 
-    def nbytes(self, tensor: TensorType) -> NDArray[np.int64]:
+    def nbytes(self, tensor: TensorType, mesh: Mesh) -> NDArray[np.int64]:
         """Returns the bytes of the largest part of a tensor in each layout."""
         ways, rows = self._splits
         total = np.full(len(self.place), DTYPE_BYTES[tensor.dtype], np.int64)
         for dim, size in enumerate(tensor.shape):
-            extents = [_largest(size, axes, self.mesh.sizes) for axes in ways[dim]]
+            extents = [_largest(size, axes, mesh.sizes) for axes in ways[dim]]
             total *= np.array(extents, np.int64)[rows[:, dim]]
         return total
 
     def prices(
-        self, tensor: TensorType, price: Callable[[Collective], float]
+        self, tensor: TensorType, mesh: Mesh, price: Callable[[Collective], float]
     ) -> NDArray[np.float64]:
-        """Returns the seconds of every step, both directions, for a tensor."""
-        nbytes = self.nbytes(tensor)
+        """Returns the seconds of every step, both directions, for a tensor on a mesh."""
+        nbytes = self.nbytes(tensor, mesh)
         seconds = np.zeros(len(self._calls))
         for side, layouts in enumerate((self.source, self.target)):
-            pairs = np.stack([self._calls[:, side], nbytes[layouts]], axis=1)
-            distinct, where = np.unique(pairs, axis=0, return_inverse=True)
+            # One number for each pair of a kind of call and its bytes.
+            pairs = nbytes[layouts] * len(self._kinds) + self._calls[:, side]
+            distinct, where = np.unique(pairs, return_inverse=True)
             calls = (
                 Collective(self._kinds[kind].kind, self._kinds[kind].axes, size) if kind else None
-                for kind, size in distinct.tolist()
+                for size, kind in (divmod(pair, len(self._kinds)) for pair in distinct.tolist())
             )
             known = [0.0 if call is None else price(call) for call in calls]
-            seconds += np.array(known)[where.reshape(-1)]
+            seconds += np.array(known)[where]
         return seconds
 
 
-def class_of(tensor: TensorType, products: Sequence[int]) -> tuple[int, ...]:
-    """Returns a key, a number for each dimension, that is equal for tensors with equal layouts.
-
-    Args:
-        tensor: the tensor.
-        products: products of sizes of mesh axes, see `axis_products`.
-    """
-    return tuple(bisect_right(products, size) for size in tensor.shape)
-
-
-def axis_products(mesh: Mesh) -> list[int]:
-    """Returns the products of the sizes of each set of mesh axes, in order."""
+def _possible(tensor: TensorType, mesh: Mesh) -> tuple[tuple[bool, ...], ...]:
+    """Returns for each dimension whether it has an element for each device along sets of axes."""
     sizes = mesh.sizes.values()
     sets = (itertools.combinations(sizes, count) for count in range(len(mesh.axes) + 1))
-    return sorted({math.prod(group) for groups in sets for group in groups})
+    products = [math.prod(group) for groups in sets for group in groups]
+    return tuple(tuple(product <= size for product in products) for size in tensor.shape)
 
 
 def _bare(call: Collective | None) -> Collective:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autopar.errors import LayoutError
 from autopar.ir.collective import SUMS, Collective, Step
 from autopar.ir.mesh import Mesh
-from autopar.ir.resharding.layout_graph import LayoutGraph, axis_products, class_of
+from autopar.ir.resharding.layout_graph import LayoutGraph, LayoutGraphs
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 _Key = tuple[TensorType, Layout, bool]
@@ -27,6 +27,7 @@ class Resharder:
         price: seconds of one Collective on that mesh.
         widened: dtype -> the dtype in which sums of it are sent.
         named: gives a call the algorithm that runs it; by default the library chooses.
+        graphs: layouts and steps to share with resharders on other meshes.
     """
 
     def __init__(
@@ -35,14 +36,14 @@ class Resharder:
         price: Callable[[Collective], float],
         widened: Mapping[str, str] | None = None,
         named: Callable[[Collective], Collective] | None = None,
+        graphs: LayoutGraphs | None = None,
     ) -> None:
         self.mesh, self.widened, self.named = mesh, dict(widened or {}), named
-        self.price = price
-        self._products = axis_products(mesh)
+        self.price, self._shared = price, graphs or LayoutGraphs()
         self._prices: dict[Collective, float] = {}
         self._moves: dict[_Key, list[tuple[float, Step]]] = {}
         self._trees: dict[_Key, _Tree] = {}
-        self._graphs: dict[tuple[tuple[int, ...], bool], LayoutGraph] = {}
+        self._graphs: dict[tuple[TensorType, bool], LayoutGraph] = {}
         self._pairs: dict[tuple[TensorType, bool], _Pairs] = {}
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
@@ -100,9 +101,9 @@ class Resharder:
         )
 
     def _graph(self, tensor: TensorType, grad: bool) -> LayoutGraph:
-        key = class_of(tensor, self._products), grad
+        key = tensor, grad
         if key not in self._graphs:
-            self._graphs[key] = LayoutGraph(self.mesh, tensor, grad)
+            self._graphs[key] = self._shared.of(self.mesh, tensor, grad)
         return self._graphs[key]
 
     def _net(self, tensor: TensorType, starts: Sequence[Layout], grad: bool) -> _Pairs:
@@ -110,7 +111,9 @@ class Resharder:
         net = self._graph(tensor, grad).net(starts)
         pairs = self._pairs.get((tensor, grad))
         if pairs is None or pairs.place is not net.place:
-            seconds = net.prices(tensor, lambda call: self._price(self._sent(call, tensor)))
+            seconds = net.prices(
+                tensor, self.mesh, lambda call: self._price(self._sent(call, tensor))
+            )
             pairs = _Pairs(net.place, net.source, seconds, net.ends, net.first)
             self._pairs[tensor, grad] = pairs
         return pairs

@@ -8,6 +8,7 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.resharding.layout_graph import LayoutGraphs
 from autopar.ir.resharding.resharder import Resharder
 
 
@@ -19,10 +20,16 @@ class Reshardings:
     Args:
         mesh: the devices.
         price: seconds of one collective.
+        graphs: layouts and steps to share with other meshes.
     """
 
-    def __init__(self, mesh: Mesh, price: Callable[[Collective], float]) -> None:
-        self.mesh, self.price = mesh, price
+    def __init__(
+        self,
+        mesh: Mesh,
+        price: Callable[[Collective], float],
+        graphs: LayoutGraphs | None = None,
+    ) -> None:
+        self.mesh, self.price, self._graphs = mesh, price, graphs or LayoutGraphs()
         self._known: dict[tuple[tuple[tuple[str, str], ...], ChosenAlgorithms], Resharder] = {}
 
     def __call__(self, call: Collective, /) -> float:
@@ -40,5 +47,7 @@ class Reshardings:
         key = tuple(precision.widened.items()), chosen
         if key not in self._known:
             named = chosen.named if chosen else None
-            self._known[key] = Resharder(self.mesh, self.price, precision.widened, named)
+            self._known[key] = Resharder(
+                self.mesh, self.price, precision.widened, named, self._graphs
+            )
         return self._known[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Arg, Node, Ref
@@ -158,8 +159,9 @@ def with_sinks(form: Form) -> tuple[Form, Form]:
     return form, replace(form, op=SINKS, method=f"sink_{form.method}", examples=())
 
 
+@lru_cache(maxsize=1 << 10)
 def collective(kind: str, axes: tuple[str, ...], nbytes: float) -> Collective:
-    """Returns a collective with the given bytes per device."""
+    """Returns a collective with the given bytes per device; a ring sends one over and over."""
     return Collective(kind, axes, round(nbytes))
 
 

@@ -31,6 +31,7 @@ from autopar.intra_op.problem import Problem
 from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.resharding import LayoutGraphs
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
 from autopar.passes.normalise import FINDING, prepare
@@ -119,7 +120,7 @@ class StageCosts:
     ) -> None:
         self.mesh, self.shapes, self.flight = mesh, shapes, flight
         self.options, self.memory, self.streamed = options, by_kind(memory, mesh), streamed
-        self.most, self._layered = most, layered
+        self.most, self._layered, self._graphs = most, layered, LayoutGraphs()
         self._alone: dict[tuple[Hashable, int, int], _Alone] = {}
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
@@ -303,12 +304,11 @@ class StageCosts:
             )
             for row in sorted(set(rows))
         ]
-        candidates = []
-        for kept in share.in_flight:
-            mixed = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, room)]
-            if mixed:
-                candidates.append(min(mixed, key=lambda way: way.seconds))
-        return candidates
+        every = (
+            [w for a, b in pairs for w in partly(a, b, blocks, share, kept, room)]
+            for kept in share.in_flight
+        )
+        return [min(mixed, key=lambda way: way.seconds) for mixed in every if mixed]
 
     def _problem(self, asked: _Asked, recompute: str) -> tuple[StageProblem, list[float]]:
         """Returns the problem of a few layers, and the factor by which each run is longer."""
@@ -381,19 +381,20 @@ class StageCosts:
     def _updates(
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
-        """Returns the seconds of a parameter's update under each of its choices."""
+        """Returns the seconds of a parameter's update by choice, whatever the backward keeps."""
         rule = self.options.update.rule(node.target, node.type.shape)
         key = mesh, node.type, node.requires_grad, fused, rule
         known = self._updated.setdefault(key, {None: 0.0})
-        for storage in {option.storage for option in options} - known.keys():
-            if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision, rule)
-                works = update_works([updated], fused, each=self.options.execution.optimizer)
-                known[storage] = sum(map(model.compute, works))
-        return [known[option.storage] for option in options]
+        every = [one.storage and replace(one.storage, kept=one.storage.used) for one in options]
+        for storage in filter(None, set(every) - known.keys()):
+            updated = updated_in(storage, node, mesh, self.options.precision, rule)
+            works = update_works([updated], fused, each=self.options.execution.optimizer)
+            known[storage] = sum(map(model.compute, works))
+        return [known[storage] for storage in every]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, AllowedStorages | None]:
         if mesh not in self._prices:
             model = cost_model(mesh, replace(self.options, whole=self.mesh))
-            self._prices[mesh] = model, Prices(mesh, model), self.options.allowed_storages(mesh)
+            prices = Prices(mesh, model, graphs=self._graphs)
+            self._prices[mesh] = model, prices, self.options.allowed_storages(mesh)
         return self._prices[mesh]

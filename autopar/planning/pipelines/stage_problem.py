@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.planning.pipelines.issuing import Issued
 
 Floats = NDArray[np.float64]
+_Longer = tuple[tuple[tuple[float, ...], ...], tuple[Edge, ...]]
 
 
 @dataclass(frozen=True)
@@ -75,24 +77,47 @@ class StageProblem:
             in_flight: number of microbatches in flight.
             memory: bytes of a device.
         """
-        built = self.built
+        costs, edges = self._longer(tuple(ratios))
         nodes = []
-        for node, kept, extra, run in zip(
-            built.problem.nodes, self.copies, self.further, self.grows, strict=True
+        for node, cost, (alone, more), run in zip(
+            self.built.problem.nodes, costs, self._held, self.grows, strict=True
         ):
-            ratio = 1.0 if run < 0 else ratios[run]
+            held = (1.0 if run < 0 else ratios[run]) * (alone + (in_flight - 1) * more)
+            nodes.append(Choices(node.name, node.labels, cost, tuple(held.tolist()), (0, 1)))
+        return Problem(self.built.problem.name, tuple(nodes), edges, memory)
+
+    @cached_property
+    def _held(self) -> tuple[tuple[Floats, Floats], ...]:
+        """Bytes of each node's choices with one microbatch in flight, and of each further one."""
+        rows = []
+        for node, kept, extra in zip(
+            self.built.problem.nodes, self.copies, self.further, strict=True
+        ):
             more = np.array(kept)
-            alone = np.maximum(built.sums.get(node.name, 0.0), more) + np.array(extra)
-            held = ratio * (alone + (in_flight - 1) * more)
-            cost = ratio * np.array(node.cost)
-            nodes.append(
-                Choices(node.name, node.labels, tuple(cost.tolist()), tuple(held.tolist()), (0, 1))
+            alone = np.maximum(self.built.sums.get(node.name, 0.0), more) + np.array(extra)
+            rows.append((alone, more))
+        return tuple(rows)
+
+    def _longer(self, ratios: tuple[float, ...]) -> _Longer:
+        """Returns the costs of nodes and the edges of longer runs, kept for all memory limits."""
+        if ratios not in self._known:
+            problem = self.built.problem
+            costs = tuple(
+                tuple(((1.0 if run < 0 else ratios[run]) * np.array(node.cost)).tolist())
+                for node, run in zip(problem.nodes, self.grows, strict=True)
             )
-        edges = tuple(
-            edge if run < 0 or ratios[run] == 1 else Edge(edge.a, edge.b, ratios[run] * edge.cost)
-            for edge, run in zip(built.problem.edges, self.edges, strict=True)
-        )
-        return Problem(built.problem.name, tuple(nodes), edges, memory)
+            edges = tuple(
+                edge
+                if run < 0 or ratios[run] == 1
+                else Edge(edge.a, edge.b, ratios[run] * edge.cost)
+                for edge, run in zip(problem.edges, self.edges, strict=True)
+            )
+            self._known[ratios] = costs, edges
+        return self._known[ratios]
+
+    @cached_property
+    def _known(self) -> dict[tuple[float, ...], _Longer]:
+        return {}
 
     def candidate(
         self, ratios: Sequence[float], choice: tuple[int, ...], microbatches: int, label: str
@@ -101,16 +126,17 @@ class StageProblem:
         built = self.built
         whole = synchronised = reduced = gathered = update = fixed = each = small = 0.0
         forward = backward = again = 0.0  # of kernels
-        issued = np.zeros(2)
+        host_forward = host_backward = 0.0
         for at, (node, index, run) in enumerate(
             zip(built.problem.nodes, choice, self.grows, strict=True)
         ):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * node.cost[index]
-            own = np.array(self.issued.get(built.names[at], (0.0, 0.0)))
+            ahead, behind = self.issued.get(built.names[at], (0.0, 0.0))
             if self.recompute == "full" and run >= 0:
-                own[1] += own[0]
-            issued += ratio * own
+                behind += ahead
+            host_forward += ratio * ahead
+            host_backward += ratio * behind
             once_forward = ratio * _at(built.forward, node.name, index)
             forward += once_forward
             count = self.counts[run] if run >= 0 else 1
@@ -144,8 +170,8 @@ class StageProblem:
         once = (0.0 if self.late else once) + gathered + update
         peak = evaluate(built.problem, choice).peak
         return Candidate(
-            forward=max(seconds - max(after, 0.0), float(issued[0])),
-            backward=max(after, float(issued[1])),
+            forward=max(seconds - max(after, 0.0), host_forward),
+            backward=max(after, host_backward),
             once=max(once, 0.0) * microbatches / self.taken,
             fixed=fixed,
             per_microbatch=each,

@@ -19,7 +19,7 @@ from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.kicks import polish, repair
 from autopar.intra_op.solvers._large.usage_tree import held, usage
 from autopar.intra_op.solvers._moves import Local, local, price
-from autopar.intra_op.solvers._trws import bound, sweep
+from autopar.intra_op.solvers._trws import lower_bound, sweep
 
 FORESTS = 2  # at a time
 ROUNDS = 4  # maximum number of rounds of forests on the solution that TRW-S decodes
@@ -118,9 +118,8 @@ class Multipliers:
     def prove(self) -> float:
         """Returns the best bound so far, after that of the present prices and messages."""
         flat, least = self.flat, self.guess.copy()
-        excess = np.zeros(len(flat.cost))
         refund = float(self.prices @ (flat.limit - flat.base))
-        seconds = bound(self.moves.graph, self.cost(), self.messages, excess, least)
+        seconds = lower_bound(self.moves.graph, self.cost(), self.messages, least)
         rounding = 1e-12 * (abs(seconds) + abs(refund) + abs(flat.total))
         self.bound = max(self.bound, seconds + flat.total - refund - rounding)
         return self.bound
