@@ -94,16 +94,22 @@ def _gather(g: Links, messages: Floats, h: int) -> None:
     """Moves the least cost of an edge, for each choice of the half-edge's node, to that node."""
     _, at, _, far_step, other = near(g, h)
     v = g.ends[h >> 1, h & 1]
-    count = g.start[v + 1] - g.start[v]
-    own = messages[g.message[h] : g.message[h] + count]
-    theirs = messages[g.message[h ^ 1] : g.message[h ^ 1] + other]
+    count, own, theirs = g.start[v + 1] - g.start[v], g.message[h], g.message[h ^ 1]
     if far_step == 1:
         for i in range(count):
-            own[i] = _least(g.matrix[at + i * other : at + (i + 1) * other], theirs)
+            least, line = np.inf, at + i * other
+            for j in range(other):
+                value = g.matrix[line + j] - messages[theirs + j]
+                least = value if value < least else least
+            messages[own + i] = least
         return
-    own[:] = np.inf
+    for i in range(count):
+        messages[own + i] = np.inf
     for j in range(other):
-        _lower(own, g.matrix[at + j * count : at + (j + 1) * count], theirs[j])
+        less, line = messages[theirs + j], at + j * count
+        for i in range(count):
+            value = g.matrix[line + i] - less
+            messages[own + i] = value if value < messages[own + i] else messages[own + i]
 
 
 @entry
@@ -126,7 +132,8 @@ def sweeps(g: Links, cost: Floats, messages: Floats, guess: Ints, first: int, la
 def _visit(
     g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool, guesses: bool
 ) -> None:
-    nodes, view = len(g.start) - 1, np.empty(np.max(np.diff(g.start)))
+    nodes, widest = len(g.start) - 1, np.max(np.diff(g.start))
+    view, value = np.empty(widest), np.empty(widest)
     for step in range(nodes):
         v = nodes - 1 - step if backward else step
         count, before = g.start[v + 1] - g.start[v], 0
@@ -137,7 +144,7 @@ def _visit(
                 before += 1
         least = _belief(g, cost, messages, v, view)
         if guesses:
-            guess[v] = _best_given(g, messages, v, view, guess, backward)
+            guess[v] = _best_given(g, messages, v, view, guess, backward, value)
         degree = g.first[v + 1] - g.first[v]
         share = 1.0 / max(before, degree - before, 1)
         for k in range(g.first[v], g.first[v + 1]):
@@ -149,21 +156,26 @@ def _visit(
 
 @inner
 def _best_given(
-    g: Links, messages: Floats, v: int, view: Floats, guess: Ints, backward: bool
+    g: Links, messages: Floats, v: int, view: Floats, guess: Ints, backward: bool, value: Floats
 ) -> int:
-    """Returns the best choice of a node given the guesses of earlier nodes."""
-    best, found = np.inf, 0
-    for i in range(g.start[v + 1] - g.start[v]):
-        value = view[i]
-        for k in range(g.first[v], g.first[v + 1]):
-            h = g.halves[k]
-            w, at, near_step, far_step, _ = near(g, h)
-            if (w < v) != backward:
-                value += g.matrix[at + i * near_step + guess[w] * far_step]
-                value -= messages[g.message[h] + i] + messages[g.message[h ^ 1] + guess[w]]
-        if value < best:
-            best, found = value, i
-    return found
+    """Returns the best choice of a node given the guesses of earlier nodes; overwrites `value`."""
+    count = g.start[v + 1] - g.start[v]
+    for i in range(count):
+        value[i] = view[i]
+    for k in range(g.first[v], g.first[v + 1]):
+        h = g.halves[k]
+        w, at, step, far_step, _ = near(g, h)
+        if (w < v) != backward:
+            line, own = at + guess[w] * far_step, g.message[h]
+            theirs = messages[g.message[h ^ 1] + guess[w]]
+            for i in range(count):
+                value[i] += g.matrix[line + i * step]
+                value[i] -= messages[own + i] + theirs
+    best = 0
+    for i in range(1, count):
+        if value[i] < value[best]:
+            best = i
+    return best
 
 
 @entry

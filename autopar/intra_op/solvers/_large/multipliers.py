@@ -18,12 +18,10 @@ from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.kicks import polish, repair
 from autopar.intra_op.solvers._large.usage_tree import held, usage
-from autopar.intra_op.solvers._moves import Local, local, price
+from autopar.intra_op.solvers._moves import local, price
 from autopar.intra_op.solvers._trws import lower_bound, sweep
 
 FORESTS = 2  # at a time
-ROUNDS = 4  # maximum number of rounds of forests on the solution that TRW-S decodes
-WORTH = 1e-3  # relative gain of a round after which another one follows
 POLISHES = 3  # sweeps over single nodes
 FIRST = 0.2  # price of all memory up to the limit at first, relative to the bound without it
 LEAST, MOST = 0.03, 0.3  # relative excesses between which the largest makes the longest step
@@ -36,6 +34,7 @@ class Multipliers:
         flat: the problem.
         prices: seconds per byte at each time.
         bound: the best lower bound so far, in seconds.
+        met: whether each choice of a node was part of a cheap choice.
     """
 
     def __init__(self, flat: Flat, seed: int = 0) -> None:
@@ -44,7 +43,7 @@ class Multipliers:
         self.space = forest(self.moves)
         self.messages = np.zeros(int(self.moves.graph.message[-1]))
         self.guess = np.zeros(flat.nodes, dtype=np.int64)
-        self.choice = self.guess.copy()
+        self.choice, self.met = self.guess.copy(), np.zeros(len(flat.cost), dtype=np.bool_)
         pieces = range(len(flat.span))
         lightest = np.array([flat.nbytes[flat.held[p] : flat.held[p + 1]].min() for p in pieces])
         change = np.zeros(len(flat.base) + 1)
@@ -77,8 +76,8 @@ class Multipliers:
     def choose(self) -> Ints:
         """Returns a cheap choice at the present prices; it need not fit.
 
-        It is the cheaper of two choices: the last choice, improved by random forests at the present
-        prices, and the choice that TRW-S decodes, improved by forests as long as that pays.
+        It is the cheaper of two choices, each improved by random forests at the present prices: the
+        last choice, and the choice that TRW-S decodes.
         """
         priced = self.moves._replace(cost=self.cost())
         decoded: list[Ints] = []
@@ -86,32 +85,22 @@ class Multipliers:
             sweep(priced.graph, priced.cost, self.messages, self.guess, backward)
             decoded.append(self.guess.copy())
         fresh = min(decoded, key=lambda choice: price(priced, choice))
-        before = price(priced, fresh)
-        for _ in range(ROUNDS):
-            self._improve(priced, fresh)
-            now = price(priced, fresh)
-            if before - now <= WORTH * abs(now):
-                break
-            before = now
-        if self.steps == 1:
-            self.choice = fresh
-        self._improve(priced, self.choice)
+        self.choice = fresh.copy() if self.steps == 0 else self.choice
+        for choice in (fresh, self.choice):
+            self.steps += 1
+            forests(priced, self.space, priced.cost, choice, FORESTS, self.seed + self.steps)
+            self.met[self.flat.start[:-1] + choice] = True
         self.choice = min(self.choice, fresh, key=lambda choice: price(priced, choice))
         return self.choice.copy()
 
-    def _improve(self, priced: Local, choice: Ints) -> None:
-        """Takes the best choices of some random forests."""
-        self.steps += 1
-        forests(priced, self.space, priced.cost, choice, FORESTS, self.seed + self.steps)
+    def change(self, choice: Ints, length: float) -> None:
+        """Changes prices by a factor of at most e^length.
 
-    def change(self, choice: Ints, length: float, full: float = 1.0) -> None:
-        """Changes prices by a factor of at most e^length, towards a share `full` of the limit.
-
-        They rise where the choice holds more, and fall where it holds less.
+        They rise where the choice holds more than the limit, and fall where it holds less.
         """
         if not len(self.room):
             return
-        over = (held(self.moves, choice) - full * self.flat.limit) / self.room
+        over = (held(self.moves, choice) - self.flat.limit) / self.room
         over /= min(max(float(over.max()), LEAST), MOST)
         self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
 
