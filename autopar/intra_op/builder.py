@@ -20,8 +20,7 @@ from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
-from autopar.intra_op.memory.allocations import Rows
-from autopar.intra_op.memory.lifetimes import pieces_of
+from autopar.intra_op.memory.allocations import Rows, pieces_of
 from autopar.intra_op.node_choices import Option, accumulating, fixed_cache, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices, Side, Undominated, split_alike

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import recipe
 from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.node_choices import Option
+from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 
@@ -92,3 +97,14 @@ def amounts(
             aside = node.name in graph.aside  # a training step does not compute it
             rows.setdefault(key, []).append(0.0 if aside else nbytes)
     return rows
+
+
+def pieces_of(memory: NDArray[np.float64]) -> list[Held]:
+    """Splits bytes at each point, shape (points, choices), into intervals of constant bytes."""
+    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
+    bounds = [0, *ends.tolist(), len(memory)]
+    return [
+        ((begin, end), tuple(memory[begin].tolist()))
+        for begin, end in pairwise(bounds)
+        if memory[begin].any()
+    ]
