@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import InfeasibleError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -19,19 +20,20 @@ from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.storage_choices import bucket_of
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.plan_entries import Prediction
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.peak import with_simulated
 from autopar.planning.planner import Planner
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.planning.within_memory import Fitted, fitting
 from autopar.stage_plan import StagePlan
 
 MESH = Mesh.parse("H100: gpu=8")
-WIDTH, BLOCKS, TOKENS = 1024, 4, 1 << 15
+WIDTH, BLOCKS, TOKENS = 2048, 4, 1 << 14
 OPTIONS = Options(recompute="none")
 REPLICATED = Layout(((), ()), (), ("gpu",))  # of a weight in use, its gradient in parts
 
@@ -53,17 +55,17 @@ class Stack(nn.Module):
 class Case:
     """The stack with some blocks recomputed, its fastest plan, and how else it could be stored."""
 
-    planner: Planner
+    graph: Graph
     plan: StagePlan
     built: Built
     stored: tuple[tuple[int, ...], ...]
 
-    def simulated(self, choice: tuple[int, ...]) -> Prediction:
-        """Returns the figures of a choice, with its simulated peak."""
-        graph = self.planner.graph
-        nodes, predicted = layouts(self.built, graph, choice), self.built.figures(choice)
+    def fitted(self, choice: tuple[int, ...]) -> Fitted:
+        """Returns the plan of a choice with its peak, by the problem and simulated."""
+        nodes, predicted = layouts(self.built, self.graph, choice), self.built.figures(choice)
         plan = replace(self.plan, nodes=nodes, predicted=predicted)
-        return with_simulated(graph, plan, OPTIONS.table, cost_model(MESH, OPTIONS)).predicted
+        plan = with_simulated(self.graph, plan, OPTIONS.table, cost_model(MESH, OPTIONS))
+        return Fitted(plan, evaluate(self.built.problem, choice).peak, choice)
 
 
 @cache
@@ -72,8 +74,7 @@ def case(recompute: str) -> Case:
     with torch.device("meta"):
         model, x = Stack(), torch.empty(TOKENS, WIDTH)
     graph = capture_graph(model, (), {"x": x}, OPTIONS, Trace(None)).graph
-    planner = Planner(graph, MESH, replace(OPTIONS, recompute=recompute), Trace(None))
-    plan = planner.plan(1e15)
+    plan = Planner(graph, MESH, replace(OPTIONS, recompute=recompute), Trace(None)).plan(1e15)
     given = Assumptions(OPTIONS.update, bucket=bucket_of(graph), recompute=plan.recompute)
     prices = Prices(MESH, cost_model(MESH, OPTIONS))
     built = build(graph, MESH, prices, OPTIONS.table, given, memory_limit=math.inf)
@@ -84,24 +85,34 @@ def case(recompute: str) -> Case:
         else [chosen]
         for options, chosen in zip(built.options, fastest, strict=True)
     ]
-    return Case(planner, plan, built, tuple(product(*rows)))
+    return Case(graph, plan, built, tuple(product(*rows)))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full 1", "full 2"])
+@pytest.mark.parametrize("recompute", ["none", "full 1"])
 def test_every_way_to_store_parameters_has_the_memory_of_its_simulated_step(recompute: str) -> None:
-    one = case(recompute)
-    peaks = [one.simulated(choice).peak_bytes for choice in one.stored]
-    counted = [evaluate(one.built.problem, choice).peak for choice in one.stored]
-    assert counted == pytest.approx(peaks, rel=1e-9, abs=0.0)
+    ways = [case(recompute).fitted(choice) for choice in case(recompute).stored]
+    peaks = [way.peak for way in ways]
+    number = 4  # bytes of the loss, which only the simulation holds that long
+    assert [way.counted for way in ways] == pytest.approx(peaks, rel=0.0, abs=number)
     assert len(set(peaks)) >= 8
 
 
-@pytest.mark.parametrize("recompute", ["none", "full 1", "full 2"])
-def test_a_plan_within_memory_is_as_fast_as_the_fastest_that_fits(recompute: str) -> None:
-    one = case(recompute)
-    simulated = [one.simulated(choice) for choice in one.stored]
-    for limit in {each.peak_bytes for each in simulated}:
-        best = min(each.step_seconds for each in simulated if each.peak_bytes <= limit)
-        plan = one.planner.plan(limit).predicted
-        assert plan.peak_bytes <= limit
-        assert plan.step_seconds <= best * (1 + 1e-6)
+@pytest.mark.parametrize("recompute", ["none", "full 1"])
+def test_the_fastest_way_to_store_parameters_within_memory_is_planned(recompute: str) -> None:
+    """Every solve is by brute force, so that only the memory may be wrong."""
+    ways = [case(recompute).fitted(choice) for choice in case(recompute).stored]
+
+    def seconds(way: Fitted) -> float:
+        return way.plan.predicted.step_seconds
+
+    def planned(allowed: float, before: Fitted | None) -> Fitted:
+        within = [way for way in ways if way.counted <= allowed]
+        if not within:
+            raise InfeasibleError("no choice fits in memory")
+        return min(within, key=seconds)
+
+    for limit in {way.peak for way in ways}:
+        plan = fitting(planned, case(recompute).built.problem, limit, searches=True)
+        best = min((way for way in ways if way.peak <= limit), key=seconds)
+        assert plan.predicted.peak_bytes <= limit
+        assert plan.predicted.step_seconds == seconds(best)
