@@ -17,7 +17,8 @@ A block with offloaded activations holds them until it returns, and again from t
 backward; on accelerators for one block longer and one block earlier, while the copies run.
 
 A block that recomputes keeps its inputs and runs again just before its backward: then all its saved
-tensors, and its variables, are alive.
+tensors, and its variables, are alive. The parameters that a block gathers again for its backward
+are there from its start; on accelerators from that of the block behind, to overlap with it.
 
 Layouts are not known here; the bytes of a choice follow from them. Resharding between two
 operators, and the buffers it needs, are not counted (`autopar.simulate` counts them).
@@ -34,7 +35,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.operator_memory import hands_on, kept
-from autopar.intra_op.memory.moments import Block, OffloadSpan, offloaded, recomputed, spans
+from autopar.intra_op.memory.moments import (
+    Block,
+    OffloadSpan,
+    offloaded,
+    recomputed,
+    regathered,
+    spans,
+)
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.recompute import Recompute, of_runs
@@ -123,6 +131,7 @@ class _Step:
         self.returns = self._returns()
         self.recompute = of_runs(graph, recompute)
         self.again = recomputed(graph, self.recompute, self.place)
+        self.coming = regathered(graph, self.again, self.place, accelerator)
         self.runs = offloaded_runs(graph, offload, recompute)
         self.offload = offload
         self.away = offloaded(graph, self.runs, self.place, accelerator)
@@ -310,15 +319,16 @@ class _Step:
 
     def _gathered(self, node: Node, made: int, end: int, kept_until: float) -> None:
         """Records a parameter as used; a recomputed block gathers it again."""
-        block = self.again.get(node.name)
+        block, back = self.again.get(node.name), self.coming.get(node.name, kept_until)
         spans: list[tuple[float, float]] = [(made, kept_until)]
         if block is not None:
             spans = [(made, end), (block.when, max(kept_until, block.when))]
         for begin, until in spans:
-            self._alive(node.name, "gathered", begin, until)
-            self._alive(node.name, "fetched", begin, min(end, until) if begin == made else until)
+            comes, goes = (made, min(end, until)) if begin == made else (back, until)
+            self._alive(node.name, "gathered", comes, until)
+            self._alive(node.name, "fetched", comes, goes)
             if block is None and until > end:
-                self._alive(node.name, "fetched", until, until)
+                self._alive(node.name, "fetched", back, until)
             for reader in self.graph.users[node.name]:
                 place = self.graph[reader].inputs.index(node.name)
                 self._alive(reader, "copy", max(self.place[reader], begin), until, place)

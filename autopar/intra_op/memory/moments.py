@@ -52,6 +52,36 @@ def recomputed(
     return blocks
 
 
+def regathered(
+    graph: Graph, again: Mapping[str, Block], place: Mapping[str, int], ahead: bool
+) -> dict[str, float]:
+    """Returns when the parameters of each operator's block are gathered for its backward.
+
+    The first operator of a block that needs one of them gathers them all.
+
+    Args:
+        graph: a graph with its repeats.
+        again: the block of each operator that is recomputed.
+        place: position of each operator among all.
+        ahead: whether they are gathered while the block after theirs runs its backward. A block
+            that is recomputed and one that is not do not gather for one another.
+    """
+    moments: dict[str, float] = {}
+    for repeat in graph.repeats:
+        blocks = [[name for name in names if name in place] for names in repeat.iterations]
+        begins = [
+            again[names[0]].when
+            if names[0] in again
+            else 2 * len(place) - max(place[name] for name in names)
+            for names in blocks
+        ]
+        for number, names in enumerate(blocks):
+            behind = min(number + ahead, repeat.count - 1)
+            alike = (names[0] in again) == (blocks[behind][0] in again)
+            moments |= dict.fromkeys(names, begins[behind if alike else number])
+    return moments
+
+
 def offloaded(
     graph: Graph, runs: Sequence[tuple[int, int]], place: Mapping[str, int], overlapped: bool
 ) -> dict[str, OffloadSpan]:
