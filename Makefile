@@ -2,6 +2,7 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+READY := .venv/.prepared
 SOURCES := $(wildcard autopar kernels benchmarks)
 
 .DEFAULT_GOAL := help
@@ -10,17 +11,21 @@ SOURCES := $(wildcard autopar kernels benchmarks)
 help: ## list the targets
 	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' Makefile | sort | expand -t 10
 
-.venv: $(STAMP) ## install autopar and its tools into .venv
+.venv: $(READY) ## install autopar and its tools into .venv
 
 # torch first and by its exact version, so that an installed or a local build of it is taken as is.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Apart, so that lint and documentation run while the planner is compiled.
+$(READY): $(STAMP)
 	$(BIN)/autopar prepare gpt2
 	touch $@
 
-demo: $(STAMP) ## train a small model on four processes of this machine
+demo: $(READY) ## train a small model on four processes of this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/demo.py
 
@@ -47,16 +52,16 @@ checks: # prints lint and documentation in one piece each
 # A file stays in one process, so that its fixtures and captured models are made once. A process that
 # crashes is not replaced: pytest-xdist 3.8 hands finished files to the new one, which then waits forever
 # (https://github.com/pytest-dev/pytest-xdist/issues/1323).
-pytest: $(STAMP)
+pytest: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-slow: $(STAMP) ## the slow tests
+slow: $(READY) ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
-matrix: $(STAMP) ## some tests under every Python and torch at hand; says which are not
+matrix: $(READY) ## some tests under every Python and torch at hand; says which are not
 	$(BIN)/python -m tests.version_matrix
 
-bench: $(STAMP) ## run the benchmarks; rows go to benchmarks/results
+bench: $(READY) ## run the benchmarks; rows go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built, .venv included

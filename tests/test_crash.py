@@ -10,7 +10,16 @@ CRASHING = "import os\ndef test_before(): pass\ndef test_crash(): os.abort()\n"
 
 
 def test_a_crash_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "pytest"]
+    recipe = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "-o",
+        ".venv/.installed",
+        "-o",
+        ".venv/.prepared",
+        "pytest",
+    ]
     printed = subprocess.run(recipe, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     options = printed.partition(" -m pytest ")[2].splitlines()[0].split()
     (tmp_path / "test_a.py").write_text(CRASHING)

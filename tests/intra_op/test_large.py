@@ -142,6 +142,27 @@ def test_little_work_suffices_to_come_near_the_bound(monkeypatch: pytest.MonkeyP
     assert found.objective <= min(local_search.objective, 1.05 * found.bound)
 
 
+def test_choices_that_were_met_are_merged_into_a_better_one() -> None:
+    """The best choice of the merged problem fits the whole one, and takes only choices met."""
+    for seed in range(3):
+        problem = layered(seed)
+        search = Search(problem, math.inf, 0.0, None, work=0.3)
+        large, multipliers = search_large._Large(search), Multipliers(search.core)
+        large.multipliers = multipliers
+        multipliers.begin()
+        for step in range(20):
+            multipliers.change(multipliers.choose(), 0.5 * 0.8**step)
+        large._offer(multipliers, multipliers.choose())
+        assert large.choice is not None
+        before, met = large.price, multipliers.met.copy()
+        met[search.core.start[:-1] + large.choice] = True
+        large._merge(large.choice)
+        assert large.price < before
+        assert met[search.core.start[:-1] + large.choice].all()
+        assert evaluate(problem, search.expand(large.choice).tolist()).cost == large.price
+        assert evaluate(problem, search.expand(large.choice).tolist()).feasible
+
+
 def test_the_same_seed_gives_the_same_choice(
     solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
