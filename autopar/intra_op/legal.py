@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from autopar.errors import AutoparError, PlanError
-from autopar.intra_op.node_choices import Option, node_options, operand_types, parameter_options
+from autopar.intra_op.node_choices import Option, node_options, parameter_options
+from autopar.intra_op.price_cache import kind
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import allowed_storages
 from autopar.ir.graph import EXTEND, WRITE, Graph, Node
@@ -62,7 +63,7 @@ class _Choices:
     def of(self, node: Node, leaf: Node) -> tuple[tuple[Option, ...], Allowed]:
         """Returns the choices of a node and what they allow; `leaf` is a share's parameter."""
         stored = None if leaf is node else (leaf.type, leaf.requires_grad)
-        key = node.op, node.form, node.types, operand_types(self.graph, node), node.part, stored
+        key = kind(self.graph, node), stored
         if key not in self.known:
             if stored is None:
                 options, _ = node_options(self.graph, node, self.mesh, self.table)

@@ -242,11 +242,11 @@ class Prices:
 
         Callers must not modify the result.
         """
-        facts, kind = operand_facts(graph, node, options_of), self._kind(graph, node)
-        known = self._choices.get(kind)
+        facts, number = operand_facts(graph, node, options_of), self._kind(graph, node)
+        known = self._choices.get(number)
         if known is None or len(options) < known:
             return amounts(graph, node, options, facts, self.mesh, accelerator)
-        key = kind, facts, accelerator, len(options)
+        key = number, facts, accelerator, len(options)
         if key not in self._allocated:
             self._allocated[key] = amounts(graph, node, options, facts, self.mesh, accelerator)
         return self._allocated[key]
@@ -257,7 +257,7 @@ class Prices:
             self._numbered = graph, {}
         numbers = self._numbered[1]
         if node.name not in numbers:
-            numbers[node.name] = self._kinds.setdefault(_kind(graph, node), len(self._kinds))
+            numbers[node.name] = self._kinds.setdefault(kind(graph, node), len(self._kinds))
         return numbers[node.name]
 
     def _seconds(
@@ -320,7 +320,7 @@ def _total(price: Callable[[T], float], items: Sequence[T]) -> float:
     return sum(prices[id(item)] for item in items)
 
 
-def _kind(graph: Graph, node: Node) -> Hashable:
+def kind(graph: Graph, node: Node) -> Hashable:
     """Returns a key that nodes share if they and their operands differ only in names."""
     place = {name: at for at, name in enumerate(dict.fromkeys(node.inputs))}
     return (

@@ -208,7 +208,7 @@ def test_a_pipeline_is_compared_with_a_plan_in_one_piece(staged: list[str], tmp_
 
 def test_a_pipeline_is_no_plan_to_start_from(staged: list[str]) -> None:
     text = told("plan", *MODEL[1:], "--from", staged[0], code=2)
-    assert "the plan is a pipeline" in text
+    assert "this one is a pipeline" in text
 
 
 def test_what_a_pipeline_has_not_is_refused(staged: list[str]) -> None:

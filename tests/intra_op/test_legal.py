@@ -13,11 +13,12 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanError
 from autopar.intra_op import legal
 from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.node_choices import node_options
 from autopar.intra_op.problem import frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph
-from autopar.ir.graph_text import fingerprint
+from autopar.ir.graph_text import fingerprint, parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
 from autopar.plan import Plan
@@ -165,6 +166,21 @@ def test_the_order_of_axes_that_are_summed_means_nothing() -> None:
     made = replace(plan, nodes={**plan.nodes, linear: NodePlan.parse(swapped)})
     with pytest.raises(PlanError, match=f"%{linear}"):
         legal.check(graph, made, rules())
+
+
+def test_values_with_and_without_gradients_have_choices_of_their_own() -> None:
+    """Only a value with a gradient can leave the gradient in parts, to be added up later."""
+    graph = parse_graph("""graph 'two'
+%a = input('a') : f32[8, 16]
+%b = input('b') : f32[8, 16] grad
+%one = autopar.share(%a) : f32[8, 16]
+%other = autopar.share(%b) : f32[8, 16] grad
+""")
+    choices = legal._Choices(graph, StagePlan("", GRID, {}), rules())
+    without, with_gradient = (choices.of(graph[name], graph[name]) for name in ("one", "other"))
+    assert len(without[0]) < len(with_gradient[0])
+    for name, (options, _) in (("one", without), ("other", with_gradient)):
+        assert options == node_options(graph, graph[name], GRID, rules())[0]
 
 
 def test_inputs_are_whole() -> None:
