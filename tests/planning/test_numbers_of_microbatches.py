@@ -84,7 +84,7 @@ SLOW = pytest.mark.slow
     ("batch", "links", "best"),
     [
         (3, "0.1GB/s 60ms", (1, 1)),
-        pytest.param(2, "0.1GB/s 10ms", (2, 2), marks=SLOW),
+        pytest.param(2, "0.05GB/s 10ms", (2, 2), marks=SLOW),
         pytest.param(6, "0.1GB/s 30ms", (1, 1), marks=SLOW),
     ],
 )
