@@ -84,7 +84,7 @@ def test_choices_allocate_together_what_each_allocates(name: str) -> None:
 
 
 def test_strategies_on_one_mesh_are_not_those_of_another_with_the_same_axes() -> None:
-    """Of 6 elements and of 4, two devices have parts of each; six have parts of the first only."""
+    """Two devices have parts of 6 elements and of 4; six devices have parts of the 6 only."""
     signature = resolved("aten.add.Tensor", [(6, 4), (6, 4)], (6, 4))
     small, large = (
         {str(one) for one in strategies(signature, Mesh.parse(f"cpu: x={size}"))} for size in (2, 6)

@@ -100,7 +100,7 @@ def test_schedules_by_text() -> None:
 
 
 def slowest(seconds: list[float], ends: tuple[int, ...]) -> float:
-    """Of the stages that end behind those places."""
+    """Returns the seconds of the slowest of the stages that end behind those places."""
     edges = [0, *(end + 1 for end in ends), len(seconds)]
     return max(sum(seconds[a:b]) for a, b in itertools.pairwise(edges))
 

@@ -82,11 +82,12 @@ def _least(line: Floats, less: Floats) -> float:
 
 
 @inner
-def _lower(least: Floats, line: Floats, less: float) -> None:
-    """Lowers entries to line - less where that is lower; vectorised."""
-    for i in range(len(least)):
-        value = line[i] - less
-        least[i] = value if value < least[i] else least[i]
+def _line(g: Links, messages: Floats, e: int, i: int, rest: Floats) -> Floats:
+    """Returns line i of edge e's matrix; writes the costs that messages have moved into `rest`."""
+    columns, one, two = len(rest), g.message[2 * e], g.message[2 * e + 1]
+    for j in range(columns):
+        rest[j] = messages[one + i] + messages[two + j]
+    return g.matrix[g.place[e] + i * columns : g.place[e] + (i + 1) * columns]
 
 
 @inner
@@ -194,13 +195,9 @@ def lower_bound(g: Links, cost: Floats, messages: Floats, least: Ints) -> float:
     for e in range(len(g.ends)):
         a, b = g.ends[e, 0], g.ends[e, 1]
         rows, columns = g.start[a + 1] - g.start[a], g.start[b + 1] - g.start[b]
-        one, two = g.message[2 * e], g.message[2 * e + 1]
         lowest, rest = np.inf, view[:columns]
         for i in range(rows):
-            line = g.matrix[g.place[e] + i * columns : g.place[e] + (i + 1) * columns]
-            for j in range(columns):
-                rest[j] = messages[one + i] + messages[two + j]
-            lowest = min(lowest, _least(line, rest))
+            lowest = min(lowest, _least(_line(g, messages, e, i, rest), rest))
         total += lowest
     return total
 
@@ -213,7 +210,7 @@ def bound(g: Links, cost: Floats, messages: Floats, excess: Floats, least: Ints)
     cheapest choice of each node.
     """
     size = np.max(np.diff(g.start))
-    total, view, rest = 0.0, np.empty(size), np.empty(size)
+    total, view, more = 0.0, np.empty(size), np.empty(size)
     for v in range(len(g.start) - 1):
         lowest = _belief(g, cost, messages, v, view)
         total += lowest
@@ -224,14 +221,11 @@ def bound(g: Links, cost: Floats, messages: Floats, excess: Floats, least: Ints)
     for e in range(len(g.ends)):
         a, b = g.ends[e, 0], g.ends[e, 1]
         rows, columns = g.start[a + 1] - g.start[a], g.start[b + 1] - g.start[b]
-        one, two = g.message[2 * e], g.message[2 * e + 1]
         left, right = np.full(rows, np.inf), np.full(columns, np.inf)
-        lowest = np.inf
+        lowest, rest = np.inf, more[:columns]
         for i in range(rows):
-            line = g.matrix[g.place[e] + i * columns : g.place[e] + (i + 1) * columns]
-            for j in range(columns):
-                rest[j] = messages[one + i] + messages[two + j]
-            left[i] = _least(line, rest[:columns])
+            line = _line(g, messages, e, i, rest)
+            left[i] = _least(line, rest)
             lowest = min(lowest, left[i])
             for j in range(columns):
                 value = line[j] - rest[j]
