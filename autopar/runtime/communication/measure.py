@@ -16,6 +16,7 @@ one round of all of them, which the median over rounds discards.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -203,7 +204,7 @@ def calibrate(
 
     Raises:
         MeshError: the mesh and the number of processes differ.
-        CalibrationError: the measurements are inconsistent.
+        CalibrationError: a time is not positive.
     """
     comm = Communicator(mesh)
     bench = Bench(comm.group(mesh.names), device, chosen.runs, chosen.seconds)
@@ -226,7 +227,16 @@ def calibrate(
                 medians[number] = [
                     min(pair, key=lambda point: point.time.seconds) for pair in again
                 ]
-    points = list(itertools.chain(*medians))
+    measured = list(itertools.chain(*medians))
+    points = in_order(measured)
+    changed = [str(new) for old, new in zip(measured, points, strict=True) if new != old]
+    if changed and comm.rank == 0:
+        warnings.warn(
+            f"took longer than larger problems and got their times: {', '.join(changed)};"
+            " calibrate again on a quiet machine for better ones",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return Calibration(
         mesh,
         torch.__version__,
@@ -235,6 +245,20 @@ def calibrate(
         tuple(point for point in points if isinstance(point, Kernel)),
         tuple(point for point in points if isinstance(point, Exchange)),
     )
+
+
+def in_order(points: Sequence[Point]) -> list[Point]:
+    """Returns the points, of which none takes clearly longer than a larger one.
+
+    A problem takes at most as long as a larger one, so it gets the time of that one where it was
+    measured clearly longer.
+    """
+    ordered = {str(point): point for point in points}
+    while found := list(disorder(ordered.values())):
+        for small, large in found:
+            shorter = min(ordered[str(small)].time, large.time, key=lambda time: time.seconds)
+            ordered[str(small)] = replace(small, time=shorter)
+    return list(ordered.values())
 
 
 def middle(rounds: Sequence[Sequence[P]]) -> list[P]:
