@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import modeling_utils
 
 from autopar import zoo
 from autopar.errors import (
@@ -62,6 +63,19 @@ def test_parameters_are_those_published(name: str) -> None:
     assert {p.dtype for p in model.parameters()} == {getattr(torch, spec.dtype)}
     assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_transformers_finds_the_loss_without_a_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(text: str) -> None:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", warned)
+    loss = zoo.build(name, layers=1).loss_function
+    if zoo.spec(name).architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        assert loss.__name__ == "ForCausalLMLoss"
 
 
 def largest() -> tuple[int, int, float]:

@@ -36,10 +36,14 @@ def build(spec: Spec | str, *, layers: int | None = None, meta: bool = True) -> 
     config = _config(spec, model_class, layers)
     with _default_dtype(_dtype(spec)), torch.device("meta" if meta else "cpu"):
         try:
-            model: nn.Module = model_class(config)
+            model: Any = model_class(config)
         except Exception as error:
             raise _refused(spec, error) from error
-    return model.train()
+    if spec.architecture.endswith("LMHeadModel"):
+        # transformers takes a loss from a class's name, and warns where the name has none.
+        model.loss_type = "ForCausalLM"
+    trained: nn.Module = model.train()
+    return trained
 
 
 def example_inputs(
