@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,9 +209,11 @@ def explained(
     slowdown = slowdown_of(chosen.mesh, graph.execution)
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, price, rules, pins, _assumptions(chosen))
+    overlapped = []  # seconds beside forward and backward, and of sums of gradients
     for node in graph.folded:
-        share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
-        if node.op != "param" and not share:
+        if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
+            overlapped.append(builder.overlapped_seconds(node, chosen))
+        elif node.op != "param":
             builder.add(node)
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
@@ -237,7 +239,7 @@ def explained(
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
-    *sent, added = _overlapped(builder, graph, chosen)
+    *sent, added = map(sum, zip(*overlapped, strict=True)) if overlapped else (0.0, 0.0, 0.0)
     kernels[1] = (kernels[1] + added) / (1 if repeated is None else repeated.microbatches)
     pairs = zip(kernels, (side + offload_seconds / 2 for side in sent), strict=True)
     hidden = turned + sum(saved(computed, other, slowdown) for computed, other in pairs)
@@ -264,12 +266,6 @@ def explained(
         ),
         builder.replicated,
     )
-
-
-def _overlapped(builder: Builder, graph: Graph, chosen: StagePlan) -> Iterator[float]:
-    """Yields seconds of collectives beside forward and backward, and of sums of gradients."""
-    rows = (builder.overlapped_seconds(node, chosen) for node in graph.folded)
-    return map(sum, zip(*rows, strict=True))
 
 
 def _inside(listed: Iterable[Move]) -> Mapping[str, float]:

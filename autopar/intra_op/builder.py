@@ -80,6 +80,7 @@ class Builder:
         self.fetched: dict[str, tuple[float, ...]] = {}
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
+        self.ahead = [0.0, 0.0]  # least seconds of the operators added so far, in each direction
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = prices.lifetimes(graph, self.accelerator, given.recompute, given.offload)
         self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
@@ -124,15 +125,15 @@ class Builder:
                     todo='add a rule, or pass unknown_ops="replicate" to run it whole',
                 )
             self.replicated.append(node.name)
+        count = self.graph.multiplicity[node.name]
+        for side, seconds in enumerate(zip(*paid[0], strict=True)):
+            self.ahead[side] += count * min(seconds)
         options = self.pins.keep(node, fixed_cache(node, every, self.given.stored))
         if len(options) < len(every):
             left = set(options)
-            paid = [
-                tuple(seconds for one, seconds in zip(every, each, strict=True) if one in left)
-                for each in paid
-            ]
+            places = [place for place, option in enumerate(every) if option in left]
+            paid = [tuple(each[place] for place in places) for each in paid]
         kernels, sent = paid
-        count = self.graph.multiplicity[node.name]
         again = self.again.get(node.name, 0)
         asked = tuple((count + again) * forward + count * backward for forward, backward in sent)
         if any(asked):
@@ -157,7 +158,8 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """Adds a parameter and its share as one problem node."""
-        options, cost = self._stored(node, share)
+        options, paid = self._stored(node, share)
+        cost = self._within_kernels(share, paid)
         count, again = self.graph.multiplicity[node.name], self.again.get(share.name, 0)
         rows: Rows = {(role, -1): nbytes.tolist() for role, nbytes in cost.nbytes.items()}
         for found, each in (
@@ -216,6 +218,14 @@ class Builder:
             given.microbatches, self.waits, again, self.away, self.fused_update, given.execution
         )
 
+    def _within_kernels(self, share: Node, cost: StoredCost) -> StoredCost:
+        """Returns the costs of a parameter whose readers have not been added yet.
+
+        Gathering it, and reducing its gradient, overlap with kernels of operators ahead of it. An
+        embedding has none; in a run of blocks, all blocks but the first have enough.
+        """
+        return cost if share.name in self.stows else cost.within(*self.ahead)
+
     def _again(self, share: Node) -> float:
         """Returns the fraction of a parameter's blocks that are recomputed."""
         return self.again.get(share.name, 0) / self.graph.multiplicity[share.name]
@@ -235,10 +245,9 @@ class Builder:
     def overlapped_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float, float]:
         """Returns the seconds of a parameter's collectives that overlap with each direction.
 
-        The third number is the time of adding its gradient to those of earlier microbatches.
+        The third number is the time of adding its gradient to those of earlier microbatches. Only
+        operators ahead of the parameter have been added.
         """
-        if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
-            return 0.0, 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         traffic = stored_traffic(
@@ -246,10 +255,10 @@ class Builder:
             self.given.update.rule(leaf.target, leaf.type.shape), self.given.bucket,
             self.given.precision,
         )  # fmt: skip
-        cost = self._stored_cost(share, traffic)
+        cost = self._within_kernels(share, self._stored_cost(share, traffic))
         count = self.graph.multiplicity[share.name]
-        behind = cost.synchronised + cost.refetched
-        return count * cost.fetched, count * behind, count * cost.added
+        _, behind, ahead = cost.parts
+        return count * ahead, count * behind, count * cost.added
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""

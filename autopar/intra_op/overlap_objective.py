@@ -17,9 +17,10 @@ and the right-hand side is again an ordinary problem: c counts 1 - w (2 - s) tim
 or if w is 0 and f is larger, or if w is 1 and g is larger. Otherwise w moves half-way towards the
 larger term. Of all choices met, the fastest is returned, with the largest of the bounds. If the
 weighted objective of a choice equals its maximum, the search ends there even without a proof:
-another weight cannot tell more about it. Forward and backward have a weight each. The objective
-does not see that the collectives of the last gradients have little left to overlap with;
-`autopar simulate` does.
+another weight cannot tell more about it. Forward and backward have a weight each. A collective
+counts in m only as far as there are kernels for it: nothing runs beside the gathering of an
+embedding, nor beside the reduction of its gradient. Of a run of blocks, the objective does not see
+that the first gathers and the last gradients are exposed; `autopar simulate` does.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ optimum is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -87,6 +87,16 @@ class StoredCost:
         """Returns the seconds that are exposed, hidden by the backward, hidden by the forward."""
         behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
+
+    def within(self, ahead: float, behind: float) -> StoredCost:
+        """Returns the costs where only so many seconds of kernels are left to overlap with.
+
+        Args:
+            ahead: seconds of the kernels that run before it is read.
+            behind: seconds of the kernels that run once its gradient is complete.
+        """
+        synchronised = np.minimum(self.synchronised, behind)
+        return replace(self, fetched=np.minimum(self.fetched, ahead), synchronised=synchronised)
 
     def of(self, places: Sequence[int]) -> StoredCost:
         """Returns some of several choices."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,7 +12,7 @@ import pytest
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn, randn
+from torch import Tensor, int64, nn, randn, zeros
 
 from autopar.capture.capture import capture
 from autopar.cost.device import device
@@ -21,7 +22,7 @@ from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.node_choices import Option
 from autopar.intra_op.overlap_objective import ROUNDS, solve_side_by_side
-from autopar.intra_op.problem import Choices, Edge, Problem, Solution, evaluate
+from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.work.kernel_work import works
@@ -157,6 +158,48 @@ def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, b
     # Were nothing beside, the same plan would take longer.
     waiting = replace(built, slowdown=TAKE_TURNS)
     assert waiting.hidden(chosen.choice) == 0.0
+
+
+class Words(nn.Module):
+    """Its table is read first, so that the gradient of it is complete at the very end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(65536, 512)
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.table(tokens)).square().mean()
+
+
+def test_collectives_of_an_embedding_have_nothing_to_overlap_with() -> None:
+    """The best plans with each choice of the table are simulated; none beats the one found."""
+    mesh = Mesh.parse("H100: node=2, gpu=4")
+    tokens = zeros(128, 256, dtype=int64, device="meta")
+    graph = prepare(capture(Words().to("meta"), (), {"tokens": tokens}).graph)
+    model, slowdown = AnalyticModel(mesh, in_step=True), device(mesh).slowdown
+    built = build(graph, mesh, model, rules(), Assumptions(slowdown=slowdown))
+    table = built.names.index("table_weight_share")
+
+    def simulated(kept: Callable[[int], bool]) -> float:
+        """Returns the seconds of the best plan in which the table has one of some choices."""
+        node = built.problem.nodes[table]
+        cost = tuple(c if kept(i) else FORBIDDEN for i, c in enumerate(node.cost))
+        nodes = (*built.problem.nodes[:table], replace(node, cost=cost))
+        nodes += built.problem.nodes[table + 1 :]
+        limited = replace(built, problem=replace(built.problem, nodes=nodes))
+        choice = solve_side_by_side(limited, lambda problem: solve(problem)).choice
+        plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
+        kernels = works(graph, plan, rules())
+        done = tasks(graph, plan, kernels, model, Settings(overlap=frozenset(OVERLAPS)))
+        return run(done, model, slowdown).seconds
+
+    times = [simulated(lambda i, own=own: i == own) for own in range(len(built.options[table]))]
+    assert max(times) > 1.5 * min(times)
+    assert simulated(lambda i: True) <= min(times) * (1 + 1e-3)
+    for hidden in (built.synchronised, built.fetched):
+        assert not any(hidden.get("table_weight_share", ()))
+        assert not hidden or any(any(seconds) for seconds in hidden.values())
 
 
 @given(drawn(), st.floats(0.0, 0.1))
