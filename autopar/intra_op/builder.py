@@ -158,8 +158,8 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """Adds a parameter and its share as one problem node."""
-        options, paid = self._stored(node, share)
-        cost = self._within_kernels(share, paid)
+        options, whole = self._stored(node, share)
+        cost = self._within_kernels(share, whole)
         count, again = self.graph.multiplicity[node.name], self.again.get(share.name, 0)
         rows: Rows = {(role, -1): nbytes.tolist() for role, nbytes in cost.nbytes.items()}
         for found, each in (
@@ -224,7 +224,8 @@ class Builder:
         Gathering it, and reducing its gradient, overlap with kernels of operators ahead of it. An
         embedding has none; in a run of blocks, all blocks but the first have enough.
         """
-        return cost if share.name in self.stows else cost.within(*self.ahead)
+        in_run, count = share.name in self.stows, self.given.microbatches
+        return cost if in_run else cost.within(*self.ahead, count)
 
     def _again(self, share: Node) -> float:
         """Returns the fraction of a parameter's blocks that are recomputed."""
@@ -256,8 +257,7 @@ class Builder:
             self.given.precision,
         )  # fmt: skip
         cost = self._within_kernels(share, self._stored_cost(share, traffic))
-        count = self.graph.multiplicity[share.name]
-        _, behind, ahead = cost.parts
+        count, (_, behind, ahead) = self.graph.multiplicity[share.name], cost.parts
         return count * ahead, count * behind, count * cost.added
 
     def _sum_seconds(self, share: Node, option: Option) -> float:

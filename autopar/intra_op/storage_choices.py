@@ -88,14 +88,17 @@ class StoredCost:
         behind = self.synchronised + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
-    def within(self, ahead: float, behind: float) -> StoredCost:
+    def within(self, ahead: float, behind: float, microbatches: int) -> StoredCost:
         """Returns the costs where only so many seconds of kernels are left to overlap with.
 
         Args:
             ahead: seconds of the kernels that run before it is read.
             behind: seconds of the kernels that run once its gradient is complete.
+            microbatches: number in a step; a reduction once per step overlaps with the last.
         """
-        synchronised = np.minimum(self.synchronised, behind)
+        last = np.minimum(self.synchronised, self.reduced / microbatches)
+        synchronised = np.minimum(last, behind / microbatches)
+        synchronised += np.minimum(self.synchronised - last, behind)
         return replace(self, fetched=np.minimum(self.fetched, ahead), synchronised=synchronised)
 
     def of(self, places: Sequence[int]) -> StoredCost:

@@ -90,7 +90,7 @@ def test_gradients_are_synchronised_once_a_step(
 def test_a_stage_with_more_in_flight_takes_less_memory_for_each() -> None:
     """Under a limit that one microbatch does not feel, many are run in another way, which fits."""
     torch.manual_seed(0)
-    model, batch = models.mlp((512, 64, 512, 64), batch=512)
+    model, batch = models.mlp((512, 64, 512, 64), batch=2048)
     options = Options(loss_fn=models.squared_error)
     graph = capture_call(Call(model, (), batch), options, Trace(None), 8).graph
     ends = [next(node.name for node in graph.nodes if node.op == "aten.gelu")]
