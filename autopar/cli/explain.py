@@ -209,12 +209,7 @@ def explained(
     slowdown = slowdown_of(chosen.mesh, graph.execution)
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, price, rules, pins, _assumptions(chosen))
-    overlapped = []  # seconds beside forward and backward, and of sums of gradients
-    for node in graph.folded:
-        if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
-            overlapped.append(builder.overlapped_seconds(node, chosen))
-        elif node.op != "param":
-            builder.add(node)
+    *sent, added = _add_all(builder, graph, chosen)
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
@@ -239,7 +234,6 @@ def explained(
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
-    *sent, added = map(sum, zip(*overlapped, strict=True)) if overlapped else (0.0, 0.0, 0.0)
     kernels[1] = (kernels[1] + added) / (1 if repeated is None else repeated.microbatches)
     pairs = zip(kernels, (side + offload_seconds / 2 for side in sent), strict=True)
     hidden = turned + sum(saved(computed, other, slowdown) for computed, other in pairs)
@@ -266,6 +260,20 @@ def explained(
         ),
         builder.replicated,
     )
+
+
+def _add_all(builder: Builder, graph: Graph, chosen: StagePlan) -> Iterable[float]:
+    """Adds all operators; returns three sums of seconds over the parameters.
+
+    They are of collectives beside the forward and beside the backward, and of adding up gradients.
+    """
+    overlapped = [(0.0, 0.0, 0.0)]
+    for node in graph.folded:
+        if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
+            overlapped.append(builder.overlapped_seconds(node, chosen))
+        elif node.op != "param":
+            builder.add(node)
+    return map(sum, zip(*overlapped, strict=True))
 
 
 def _inside(listed: Iterable[Move]) -> Mapping[str, float]:

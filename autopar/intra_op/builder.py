@@ -80,7 +80,7 @@ class Builder:
         self.fetched: dict[str, tuple[float, ...]] = {}
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
-        self.ahead = [0.0, 0.0]  # least seconds of the operators added so far, in each direction
+        self.ahead = 0.0, 0.0  # least seconds of the operators added so far, in each direction
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = prices.lifetimes(graph, self.accelerator, given.recompute, given.offload)
         self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
@@ -126,8 +126,8 @@ class Builder:
                 )
             self.replicated.append(node.name)
         count = self.graph.multiplicity[node.name]
-        for side, seconds in enumerate(zip(*paid[0], strict=True)):
-            self.ahead[side] += count * min(seconds)
+        forward, backward = map(min, zip(*paid[0], strict=True))
+        self.ahead = self.ahead[0] + count * forward, self.ahead[1] + count * backward
         options = self.pins.keep(node, fixed_cache(node, every, self.given.stored))
         if len(options) < len(every):
             left = set(options)
@@ -138,12 +138,12 @@ class Builder:
         asked = tuple((count + again) * forward + count * backward for forward, backward in sent)
         if any(asked):
             self.exchanged[node.name] = asked
-        backward = tuple(
+        behind = tuple(
             count * seconds + self._sum_seconds(node, option)
             for option, (_, seconds) in zip(options, kernels, strict=True)
         )
-        if any(backward):
-            self.backward[node.name] = backward
+        if any(behind):
+            self.backward[node.name] = behind
         if any(forward for forward, _ in kernels):
             self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
         rows = self._memory(node, options)
@@ -151,7 +151,7 @@ class Builder:
         cost = tuple(
             (count + again) * forward + after + self._loss_seconds(node, option) + inside + 2 * copy
             for option, (forward, _), after, inside, copy in zip(
-                options, kernels, backward, asked, copied, strict=True
+                options, kernels, behind, asked, copied, strict=True
             )
         )
         self._append(node.name, options, cost, rows)

@@ -77,10 +77,10 @@ def test_on_three_axes_all_choices_are_searched_before_anything_is_refused(
     def plan() -> autopar.Plan:
         return autopar.plan(
             Perceptron(), "H100: d=2, r=3, c=4", example_inputs={"x": torch.empty(128, 256)},
-            memory=700_000.0,
+            memory=727_000.0,
         )  # fmt: skip
 
-    assert plan().predicted.peak_bytes <= 700_000
+    assert plan().predicted.peak_bytes <= 727_000
     assert any("all layouts of three axes" in doing for doing in told)
     assert {doing.split()[0] for doing in told} >= {"strategies", "solve"}
     monkeypatch.setattr(planner, "can_be_complete", lambda mesh: False)
