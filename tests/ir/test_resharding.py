@@ -127,7 +127,8 @@ def test_prices_of_pairs_are_those_of_dijkstra() -> None:
                 known = graph.get_edge_data(src, step.dst, {"weight": paid})["weight"]
                 graph.add_edge(src, step.dst, weight=min(known, paid))
         starts, ends = (draw.sample(list(graph), 20) for _ in range(2))
-        seconds = Resharder(mesh, drawn).costs(tensor, starts, ends, grad)
-        for row, start in zip(seconds, starts, strict=True):
+        resharder = Resharder(mesh, drawn)
+        for row, start in zip(resharder.costs(tensor, starts, ends, grad), starts, strict=True):
             found = networkx.single_source_dijkstra_path_length(graph, start)
             assert row.tolist() == [found[end] for end in ends], (text, grad)
+            assert [resharder.cost(tensor, start, end, grad) for end in ends] == row.tolist()

@@ -14,7 +14,6 @@ from autopar.errors import LayoutError
 from autopar.ir.collective import SUMS, Collective, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.resharding.layout_graph import LayoutGraph, LayoutGraphs
-from autopar.ir.resharding.shortest import shorten
 from autopar.ir.resharding.step_arrays import PricedSteps
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
@@ -50,7 +49,10 @@ class Resharder:
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
         """Returns the seconds of `steps`, both directions."""
-        return float(self.costs(tensor, (src,), (dst,), grad)[0, 0])
+        seconds = 0.0  # rounded after each step, as in `costs`
+        for step in self.steps(tensor, src, dst, grad):
+            seconds += sum(map(self._price, step.collectives))
+        return seconds
 
     def costs(
         self,
@@ -208,6 +210,9 @@ class _Pairs:
         ends = [self._place[layout] for layout in targets]
         fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
         if fresh:
+            # Numba loads slowly, and programs that only look at plans ask for no prices of pairs.
+            from autopar.ir.resharding.shortest import shorten
+
             seconds = np.full((len(self._place), len(fresh)), np.inf)
             seconds[fresh, np.arange(len(fresh))] = 0.0
             shorten(seconds, *self._steps)
