@@ -113,10 +113,10 @@ class StepArrays:
             # One number for each pair of a call and its bytes.
             pairs = nbytes[self._arrangement[layouts]] * len(self._calls) + called
             distinct, where = np.unique(np.where(called, pairs, 0), return_inverse=True)
-            asked = (divmod(pair, len(self._calls)) for pair in distinct.tolist())
-            known = [
-                price(Collective(*self._calls[call], size)) if call else 0.0 for size, call in asked
-            ]
+            known = []
+            for size, number in (divmod(pair, len(self._calls)) for pair in distinct.tolist()):
+                kind, axes = self._calls[number]
+                known.append(price(Collective(kind, axes, size)) if number else 0.0)
             seconds += np.array(known)[where]
         first = np.searchsorted(source, np.arange(len(self.place) + 1))
         return PricedSteps(first, target, seconds)
