@@ -105,7 +105,8 @@ def moves(layout: Layout, tensor: TensorType, mesh: Mesh, grad: bool = True) -> 
     yield from _gathers(layout, tensor, mesh, local, grad)
 
 
-def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yields every selection of at least one name, in their order."""
     for size in range(1, len(names) + 1):
         yield from itertools.combinations(names, size)
 
@@ -114,12 +115,12 @@ def _reductions(
     layout: Layout, mesh: Mesh, nbytes: int, replicated: tuple[str, ...], grad: bool
 ) -> Iterator[Step]:
     """Yields P -> R and R -> V, over any set of axes at once."""
-    for axes in _subsets(layout.partial):
+    for axes in subsets(layout.partial):
         dst = Layout(layout.dims, _without(layout.partial, axes), layout.varying)
         call = Collective("all_reduce", axes, nbytes)
         yield Step("all_reduce", axes, None, None, layout, dst, call, None)
     if grad:
-        for axes in _subsets(replicated):
+        for axes in subsets(replicated):
             dst = Layout(layout.dims, layout.partial, _merge(mesh, layout.varying, axes))
             call = Collective("all_reduce", axes, nbytes)
             yield Step("to_varying", axes, None, None, layout, dst, None, call)
@@ -146,7 +147,7 @@ def _scatters(
     for dim, extent in enumerate(local):
         if extent < size:
             continue
-        dims = _put(layout.dims, dim, (*layout.dims[dim], axis))
+        dims = put(layout.dims, dim, (*layout.dims[dim], axis))
         dst = Layout(dims, _without(layout.partial, (axis,)), _without(layout.varying, (axis,)))
         forward: Collective | None = None
         backward: Collective | None = None
@@ -171,7 +172,7 @@ def _gathers(
         if not axes:
             continue
         axis, size = axes[-1], mesh.axis_size(axes[-1])
-        dims = _put(layout.dims, dim, axes[:-1])
+        dims = put(layout.dims, dim, axes[:-1])
         forward = Collective("all_gather", (axis,), nbytes)
         whole = layout.with_dims(dims)
         yield Step("all_gather_invariant", (axis,), dim, None, layout, whole, forward, None)
@@ -181,11 +182,12 @@ def _gathers(
             yield Step("all_gather", (axis,), dim, None, layout, dst, forward, backward)
         for other, extent in enumerate(local):
             if other != dim and extent >= size:
-                dst = layout.with_dims(_put(dims, other, (*dims[other], axis)))
+                dst = layout.with_dims(put(dims, other, (*dims[other], axis)))
                 call = Collective("all_to_all", (axis,), nbytes)
                 back = replace(call, nbytes=dst.local_bytes(tensor, mesh)) if grad else None
                 yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)
 
 
-def _put(dims: _Dims, dim: int, axes: tuple[str, ...]) -> _Dims:
+def put(dims: _Dims, dim: int, axes: tuple[str, ...]) -> _Dims:
+    """Returns the splits of all dimensions after a change of one of them."""
     return (*dims[:dim], axes, *dims[dim + 1 :])

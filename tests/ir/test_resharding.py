@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
+
+import networkx
+import pytest
 
 from autopar.ir.collective import Collective, moves
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.resharding import LayoutGraphs, Resharder, Reshardings
+from autopar.ir.resharding.step_arrays import StepArrays
 from autopar.ir.tensor import Layout, TensorType
 
 MESH = Mesh.parse("H100: a=2, b=3, c=4")
@@ -79,3 +85,50 @@ def test_meshes_of_other_sizes_share_layouts_but_not_prices() -> None:
             for src, dst in zip(ends, reversed(ends), strict=True):
                 steps = resharder.steps(tensor, src, dst)
                 assert steps == alone.steps(tensor, src, dst), (mesh, src, dst)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("text", ["a=2", "a=3, b=2", "a=2, b=1, c=3", "a=2, b=3, c=2, d=2"])
+def test_arrays_hold_the_steps_of_every_layout(text: str, grad: bool) -> None:
+    """Also of layouts that a tensor cannot have, from which its steps lead to those it can."""
+    mesh, draw = Mesh.parse(f"H100: {text}"), random.Random(len(text))
+    for rank in range(4 if len(mesh.axes) < 4 else 2):
+        arrays = StepArrays(mesh.names, rank, grad)
+        for _ in range(4):
+            tensor = TensorType("bf16", tuple(draw.choice(EXTENTS) for _ in range(rank)))
+            steps = arrays.priced(tensor, mesh, price)
+            for layout, number in arrays.place.items():
+                here = slice(*steps.first[number : number + 2])
+                known = Counter(zip(steps.target[here], steps.seconds[here], strict=True))
+                assert known == Counter(
+                    (arrays.place[step.dst], sum(map(price, step.collectives)))
+                    for step in moves(layout, tensor, mesh, grad)
+                ), (tensor, layout)
+
+
+def test_prices_of_pairs_are_those_of_dijkstra() -> None:
+    """To the last bit, under prices of no pattern, as sums along a path are rounded alike."""
+    draw = random.Random(2)
+    for text, grad in itertools.product(("a=2, b=3, c=4", "a=2, b=2, c=2, d=3"), (True, False)):
+        mesh, prices = Mesh.parse(f"H100: {text}"), dict[Collective, float]()
+        tensor = TensorType("bf16", (24, draw.choice(EXTENTS)))
+
+        def drawn(call: Collective, prices: dict[Collective, float] = prices) -> float:
+            return prices.setdefault(call, draw.choice((0.0, draw.random())))
+
+        graph, waiting = networkx.DiGraph(), [Layout.replicated(2)]
+        graph.add_node(waiting[0])
+        while waiting:
+            src = waiting.pop()
+            for step in moves(src, tensor, mesh, grad):
+                if step.dst not in graph:
+                    waiting.append(step.dst)
+                paid = sum(map(drawn, step.collectives))
+                known = graph.get_edge_data(src, step.dst, {"weight": paid})["weight"]
+                graph.add_edge(src, step.dst, weight=min(known, paid))
+        starts, ends = (draw.sample(list(graph), 20) for _ in range(2))
+        resharder = Resharder(mesh, drawn)
+        for row, start in zip(resharder.costs(tensor, starts, ends, grad), starts, strict=True):
+            found = networkx.single_source_dijkstra_path_length(graph, start)
+            assert row.tolist() == [found[end] for end in ends], (text, grad)
+            assert [resharder.cost(tensor, start, end, grad) for end in ends] == row.tolist()

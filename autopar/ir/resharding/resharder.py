@@ -14,6 +14,7 @@ from autopar.errors import LayoutError
 from autopar.ir.collective import SUMS, Collective, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.resharding.layout_graph import LayoutGraph, LayoutGraphs
+from autopar.ir.resharding.step_arrays import PricedSteps
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 _Key = tuple[TensorType, Layout, bool]
@@ -48,7 +49,10 @@ class Resharder:
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
         """Returns the seconds of `steps`, both directions."""
-        return float(self.costs(tensor, (src,), (dst,), grad)[0, 0])
+        seconds = 0.0  # rounded after each step, as in `costs`
+        for step in self.steps(tensor, src, dst, grad):
+            seconds += sum(map(self._price, step.collectives))
+        return seconds
 
     def costs(
         self,
@@ -60,7 +64,7 @@ class Resharder:
         """Returns `cost` from each of `sources` (rows) to each of `targets` (columns)."""
         starts = [self._canonical(layout, grad) for layout in sources]
         ends = [self._canonical(layout, grad) for layout in targets]
-        seconds = self._net(tensor, starts, grad).seconds(starts, ends)
+        seconds = self._between(tensor, grad).seconds(starts, ends)
         if (lost := np.argwhere(np.isinf(seconds))).size:
             raise _no_way(tensor, starts[lost[0, 0]], ends[lost[0, 1]])
         return seconds
@@ -106,17 +110,16 @@ class Resharder:
             self._graphs[key] = self._shared.of(self.mesh, tensor, grad)
         return self._graphs[key]
 
-    def _net(self, tensor: TensorType, starts: Sequence[Layout], grad: bool) -> _Pairs:
-        """Returns the priced steps between all layouts that can be reached from `starts`."""
-        net = self._graph(tensor, grad).net(starts)
-        pairs = self._pairs.get((tensor, grad))
-        if pairs is None or pairs.place is not net.place:
-            seconds = net.prices(
+    def _between(self, tensor: TensorType, grad: bool) -> _Pairs:
+        """Returns the seconds between all layouts of a tensor."""
+        key = tensor, grad
+        if key not in self._pairs:
+            arrays = self._shared.arrays(self.mesh, tensor, grad)
+            steps = arrays.priced(
                 tensor, self.mesh, lambda call: self._price(self._sent(call, tensor))
             )
-            pairs = _Pairs(net.place, net.source, seconds, net.ends, net.first)
-            self._pairs[tensor, grad] = pairs
-        return pairs
+            self._pairs[key] = _Pairs(arrays.place, steps)
+        return self._pairs[key]
 
     def _priced_moves(
         self, layout: Layout, tensor: TensorType, grad: bool
@@ -190,42 +193,31 @@ class _Tree:
 
 
 class _Pairs:
-    """The seconds between layouts of one tensor, for many pairs at once."""
+    """The seconds between layouts of one tensor, for many pairs at once.
 
-    def __init__(
-        self,
-        place: dict[Layout, int],
-        source: NDArray[np.int64],
-        price: NDArray[np.float64],
-        ends: NDArray[np.int64],
-        first: NDArray[np.int64],
-    ) -> None:
-        self.place = place
-        self._source, self._price, self._ends, self._first = source, price, ends, first
+    Args:
+        place: layout -> its number.
+        steps: between them.
+    """
+
+    def __init__(self, place: Mapping[Layout, int], steps: PricedSteps) -> None:
+        self._place, self._steps = place, steps
         self._rows: dict[int, NDArray[np.float64]] = {}
 
     def seconds(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> NDArray[np.float64]:
-        """Returns the seconds of the cheapest paths, shape (starts, ends), inf where there is none.
-
-        Bellman & Ford, for all pairs at once.
-        """
-        starts = [self.place[layout] for layout in sources]
-        ends = [self.place.get(layout) for layout in targets]
+        """Returns the seconds of the cheapest paths, a row for each source, inf without a path."""
+        starts = [self._place[layout] for layout in sources]
+        ends = [self._place[layout] for layout in targets]
         fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
-        seconds = np.full((len(fresh), len(self.place)), np.inf)
-        seconds[np.arange(len(fresh)), fresh] = 0.0
-        while len(fresh) and len(self._price):
-            arrivals = np.minimum.reduceat(
-                seconds[:, self._source] + self._price, self._first, axis=1
-            )
-            better = np.minimum(seconds[:, self._ends], arrivals)
-            if (better == seconds[:, self._ends]).all():
-                break
-            seconds[:, self._ends] = better
-        self._rows.update(zip(fresh, seconds, strict=True))
-        rows = np.stack([self._rows[start] for start in starts])
-        there = [end is not None for end in ends]
-        return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)
+        if fresh:
+            # Numba loads slowly, and programs that only look at plans ask for no prices of pairs.
+            from autopar.ir.resharding.shortest import shorten
+
+            seconds = np.full((len(self._place), len(fresh)), np.inf)
+            seconds[fresh, np.arange(len(fresh))] = 0.0
+            shorten(seconds, *self._steps)
+            self._rows.update(zip(fresh, np.ascontiguousarray(seconds.T), strict=True))
+        return np.stack([self._rows[start][ends] for start in starts])
 
 
 def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:
