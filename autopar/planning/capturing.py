@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
 from autopar.capture.structure import Structure
 from autopar.errors import BatchError
+from autopar.intra_op.pins.dims import find_dims
 from autopar.intra_op.proofs.own_function_rules import split_functions
+from autopar.intra_op.rule import OpRule
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
@@ -263,7 +266,8 @@ def capture_graph(
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.counted > 1:
-        graph = verify(count_whole_batch(graph, options.counted, scaled))
+        without = partial(without_samples, options.table)
+        graph = verify(count_whole_batch(graph, options.counted, scaled, without))
         keep("whole_counts", graph)
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
@@ -276,3 +280,15 @@ def capture_graph(
     graph = replace(graph, execution=options.execution)
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))
+
+
+def without_samples(table: Mapping[str, OpRule], graph: Graph) -> frozenset[str]:
+    """Returns the values that have no dimension of samples, as far as the rules know."""
+    dims = find_dims(graph, table)
+    inputs = [leaf for leaf in graph.leaves("input") if leaf.type.shape]
+    samples = {cls for leaf in inputs for cls in dims.of(leaf.name)[0]}
+    return frozenset(
+        node.name
+        for node in graph.nodes
+        if samples.isdisjoint(cls for classes in dims.of(node.name) for cls in classes)
+    )
