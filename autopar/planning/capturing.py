@@ -15,7 +15,7 @@ from autopar.capture.decompose import decompose_unknown
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
 from autopar.capture.structure import Structure
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
 from autopar.intra_op.pins.dims import find_dims
 from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.intra_op.rule import OpRule
@@ -211,7 +211,19 @@ def capture_call(
     stages = 1 if options.searches_stages else options.stages
     options = replace(options, stages=stages, microbatches=microbatches, global_batch=None)
     given = part.model, part.args, part.kwargs, options, trace, NORMALISING, part.caches
-    return capture_graph(*given)
+    try:
+        return capture_graph(*given)
+    except CaptureError as error:
+        raise _of_part(error, part.samples, call.samples) from error
+
+
+def _of_part(error: CaptureError, samples: int, batch: int) -> CaptureError:
+    """Returns the error of tracing a microbatch; torch's own error may be due to its size."""
+    if samples == batch or "Error: " not in error.why:
+        return error
+    size = f"this is a microbatch of {samples} of the batch's {batch} samples"
+    todo = f"{error.todo}; if the whole batch works, read sizes from inputs: len(x), not {batch}"
+    return type(error)(error.what, where=error.where, why=f"{error.why}; {size}", todo=todo)
 
 
 def capture_graph(

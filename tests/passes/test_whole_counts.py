@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import OptionError
+from autopar.errors import CaptureError, OptionError
 from autopar.ir.graph import COUNTS
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.operators.interpret import run
@@ -295,6 +295,15 @@ def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:
         capture_call(Call(model(loss), (), batch()), options, Trace(None), 2)
     assert "test_whole_counts.py" in str(raised.value)
     assert "whole_loss=False" in str(raised.value)
+
+
+def test_a_model_of_one_batch_size_is_told_that_a_microbatch_was_traced() -> None:
+    def of_six(logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.mean((1, 2)) * torch.arange(6.0)).mean()
+
+    with pytest.raises(CaptureError, match="a microbatch of 3 of the batch's 6 samples") as raised:
+        capture_call(Call(model(of_six), (), batch()), Options(), Trace(None), 2)
+    assert "len(x), not 6" in raised.value.todo
 
 
 def of_each_class(logits: Tensor, labels: Tensor) -> Tensor:
