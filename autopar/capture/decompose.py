@@ -27,6 +27,8 @@ from autopar.operators.interpret import TORCH_DTYPES, execute
 
 Table = dict[Any, Callable[..., Any]]
 _LOWERED = ("aten.unbind.int", "aten._native_batch_norm_legit_functional")
+# Those whose definition in torch computes something else: this one counts labels behind the end.
+_WRONG = ("aten.multilabel_margin_loss_forward",)
 
 
 def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
@@ -66,8 +68,10 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
 
 
 def _is_candidate(node: Node, known: Container[str]) -> bool:
-    if node.is_leaf or node.op in known or node.op in SPLITS or node.op in _LOWERED:
-        return False  # splits and norms are lowered by passes of their own
+    if node.is_leaf or node.op in known or node.op in _WRONG:
+        return False
+    if node.op in SPLITS or node.op in _LOWERED:
+        return False  # lowered by passes of their own
     return node.op.startswith("aten.")
 
 

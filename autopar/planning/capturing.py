@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from autopar.capture.decompose import decompose_unknown
 from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
 from autopar.capture.structure import Structure
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
+from autopar.intra_op.pins.dims import find_dims
 from autopar.intra_op.proofs.own_function_rules import split_functions
+from autopar.intra_op.rule import OpRule
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
@@ -208,7 +211,19 @@ def capture_call(
     stages = 1 if options.searches_stages else options.stages
     options = replace(options, stages=stages, microbatches=microbatches, global_batch=None)
     given = part.model, part.args, part.kwargs, options, trace, NORMALISING, part.caches
-    return capture_graph(*given)
+    try:
+        return capture_graph(*given)
+    except CaptureError as error:
+        raise _of_part(error, part.samples, call.samples) from error
+
+
+def _of_part(error: CaptureError, samples: int, batch: int) -> CaptureError:
+    """Returns the error of tracing a microbatch; torch's own error may be due to its size."""
+    if samples == batch or "Error: " not in error.why:
+        return error
+    size = f"this is a microbatch of {samples} of the batch's {batch} samples"
+    todo = f"{error.todo}; if the whole batch works, read sizes from inputs: len(x), not {batch}"
+    return type(error)(error.what, where=error.where, why=f"{error.why}; {size}", todo=todo)
 
 
 def capture_graph(
@@ -263,7 +278,8 @@ def capture_graph(
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.counted > 1:
-        graph = verify(count_whole_batch(graph, options.counted, scaled))
+        without = partial(without_samples, options.table)
+        graph = verify(count_whole_batch(graph, options.counted, scaled, without))
         keep("whole_counts", graph)
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
@@ -276,3 +292,15 @@ def capture_graph(
     graph = replace(graph, execution=options.execution)
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))
+
+
+def without_samples(table: Mapping[str, OpRule], graph: Graph) -> frozenset[str]:
+    """Returns the values that have no dimension of samples, as far as the rules know."""
+    dims = find_dims(graph, table)
+    inputs = [leaf for leaf in graph.leaves("input") if leaf.type.shape]
+    samples = {cls for leaf in inputs for cls in dims.of(leaf.name)[0]}
+    return frozenset(
+        node.name
+        for node in graph.nodes
+        if samples.isdisjoint(cls for classes in dims.of(node.name) for cls in classes)
+    )

@@ -114,6 +114,16 @@ def test_what_has_no_definition_stays() -> None:
     assert "aten.renorm" in operators(made)
 
 
+def test_labels_behind_the_end_are_not_counted() -> None:
+    """torch's samples of this loss have no -1, which ends the labels of a sample."""
+    labels = torch.tensor([[2, 0, -1, 3, 3, 3], [5, -1, -1, -1, -1, -1]] * 2)
+    model, x, graph = captured(lambda x: F.multilabel_margin_loss(x, labels, reduction="none"))
+    values = {**dict(model.named_parameters()), "x": x}
+    values |= {leaf.target: labels for leaf in graph.leaves("buffer")}
+    (loss,) = run(verify(decompose_unknown(graph, KNOWN)), values).values()
+    torch.testing.assert_close(loss, model(x), rtol=1e-12, atol=1e-12)
+
+
 def test_random_operators_stay() -> None:
     _, _, graph = captured(lambda x: x * torch.bernoulli(x.detach().sigmoid()))
     made = decompose_unknown(graph, KNOWN - {"aten.bernoulli"})

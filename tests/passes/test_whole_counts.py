@@ -5,6 +5,7 @@ Judged by the model on the whole batch, in float64.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import OptionError
+from autopar.errors import CaptureError, OptionError
 from autopar.ir.graph import COUNTS
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.operators.interpret import run
@@ -117,9 +118,39 @@ def plain_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
 
 
-SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means, weighted)
+def sum_over_pairs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Two samples are one pair."""
+    return logits.square().sum() / (len(logits) // 2)
+
+
+def sum_and_number(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() + 3
+
+
+def number_less_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return 3 - logits.tanh().sum()
+
+
+def one_less_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(logits[..., :2], logits[..., 2:4], -1).mean()
+
+
+def mean_over_count(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().mean() / (labels != -100).sum()
+
+
+def mean_of_summed_features(logits: Tensor, labels: Tensor) -> Tensor:
+    """As many features as samples in one of the batches: what they average is no batch."""
+    return logits[..., :3].square().sum((0, 1)).mean() + logits[..., :2].abs().sum((0, 1)).mean()
+
+
+SUMMED = (shifted, masked, inverse, two_terms, ratio_of_means, sum_beside_means, weighted,
+          mean_over_count)  # fmt: skip
 OTHERS = (of_each_sample, plain_mean, total, sum_of_squares, sum_of_means, mean_of_sums,
-          sum_over_terms, sum_of_doubles, mean_of_halves, rows_of_means)  # fmt: skip
+          sum_over_terms, sum_of_doubles, mean_of_halves, rows_of_means, sum_and_number,
+          number_less_sum, one_less_mean, mean_of_summed_features)  # fmt: skip
+# A loss that has no value for a single sample.
+OF_PAIRS = [(sum_over_pairs, 3)]
 
 
 def batch() -> dict[str, Tensor]:
@@ -135,8 +166,9 @@ def model(loss: Loss) -> Model:
     return Model(loss).double()
 
 
-@pytest.mark.parametrize("loss", [*SUMMED, *OTHERS])
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize(
+    ("loss", "count"), [*itertools.product([*SUMMED, *OTHERS], [2, 3, 6]), *OF_PAIRS]
+)
 def test_microbatches_add_up_to_the_whole_batch(loss: Loss, count: int) -> None:
     one, whole = model(loss), batch()
     options = Options(microbatches=count)
@@ -194,6 +226,49 @@ def of_rows_squared(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().sum() / len(logits) ** 2
 
 
+def over_mean_length(logits: Tensor, labels: Tensor) -> Tensor:
+    return entropies(logits, labels).sum() / (labels != -100).sum(1).double().mean()
+
+
+def of_the_others(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() / (labels.numel() - (labels != -100).sum())
+
+
+def over_count_and_size(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().sum() / ((labels != -100).sum() + len(labels))
+
+
+def upside_down(logits: Tensor, labels: Tensor) -> Tensor:
+    return (labels != -100).sum() / logits.square().sum()
+
+
+def square_of_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.mean(0).square().sum()
+
+
+def correlated(logits: Tensor, labels: Tensor) -> Tensor:
+    """The redundancy of Barlow Twins (arXiv:2103.03230)."""
+    features = logits.flatten(1)
+    return (features.T @ features / len(features)).square().sum()
+
+
+def dice(logits: Tensor, labels: Tensor) -> Tensor:
+    likely, true = logits.softmax(-1), F.one_hot(labels.clamp(min=0), CLASSES).double()
+    both = 2 * (likely * true).sum((0, 1)) / (likely + true).sum((0, 1))
+    return 1 - both.mean()
+
+
+def rare_positives(logits: Tensor, labels: Tensor) -> Tensor:
+    true = (labels == 1).double()
+    rarer = (true.numel() - true.sum()) / true.sum()
+    return F.binary_cross_entropy_with_logits(logits[..., 0], true, pos_weight=rarer)
+
+
+def over_products(logits: Tensor, labels: Tensor) -> Tensor:
+    kept = F.one_hot(labels.clamp(min=0), CLASSES).sum((0, 1))
+    return (logits.square().sum((0, 1)) / kept**2).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
@@ -203,6 +278,15 @@ def of_rows_squared(logits: Tensor, labels: Tensor) -> Tensor:
         (longest, "max, which does not add up"),
         (twice, "more than once"),
         (of_rows_squared, "depends on the batch in an unknown way"),
+        (over_mean_length, "factor depends on the batch"),
+        (of_the_others, "count depends on the batch"),
+        (over_count_and_size, "count depends on the batch"),
+        (upside_down, "div of one"),
+        (square_of_mean, "reads a value of all samples together"),
+        (correlated, "reads a value of all samples together"),
+        (dice, "div reads a value of all samples together"),
+        (rare_positives, "reads a value of all samples together"),
+        (over_products, "no count alone"),
     ],
 )
 def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:
@@ -211,3 +295,39 @@ def test_losses_that_do_not_add_up_are_refused(loss: Loss, why: str) -> None:
         capture_call(Call(model(loss), (), batch()), options, Trace(None), 2)
     assert "test_whole_counts.py" in str(raised.value)
     assert "whole_loss=False" in str(raised.value)
+
+
+def test_a_model_of_one_batch_size_is_told_that_a_microbatch_was_traced() -> None:
+    def of_six(logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.mean((1, 2)) * torch.arange(6.0)).mean()
+
+    with pytest.raises(CaptureError, match="a microbatch of 3 of the batch's 6 samples") as raised:
+        capture_call(Call(model(of_six), (), batch()), Options(), Trace(None), 2)
+    assert "len(x), not 6" in raised.value.todo
+
+
+def of_each_class(logits: Tensor, labels: Tensor) -> Tensor:
+    """Means of classes, which microbatches have on their own."""
+    kept = F.one_hot(labels.clamp(min=0), CLASSES).double()
+    return ((logits.square() * kept).sum((0, 1)) / kept.sum((0, 1)).clamp(min=1)).sum()
+
+
+def balance(logits: Tensor, labels: Tensor) -> Tensor:
+    """The auxiliary loss of a mixture, over the words that a mask keeps (arXiv:2101.03961)."""
+    mask = (labels != -100).double()[..., None]
+    chosen = F.one_hot(logits.argmax(-1), CLASSES).double()
+    fraction, likely = (
+        (x * mask).sum((0, 1)) / mask.expand_as(x).sum((0, 1)) for x in (chosen, logits.softmax(-1))
+    )
+    return (fraction * likely).sum()
+
+
+@pytest.mark.parametrize("loss", [of_each_class, balance])
+def test_means_of_microbatches_over_counts_of_classes_are_averaged(loss: Loss) -> None:
+    """The scale is that of the whole batch, although a microbatch has counts of its own."""
+    one, whole = model(loss), batch()
+    graph = capture_call(Call(one, (), whole), Options(microbatches=2), Trace(None), 2).graph
+    parts = [{name: value.chunk(2)[i] for name, value in whole.items()} for i in range(2)]
+    weights = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+    for part in parts:
+        torch.testing.assert_close(run(graph, {**weights, **part})["loss"], one(**part))

@@ -62,15 +62,33 @@ class BatchFactors:
     def may_depend(self, node: Node) -> bool:
         """Returns whether a number, or its inverse, is a multiple of the number of samples."""
         factor = _factor(node)
-        if factor is None:
-            return False
+        return factor is not None and any(map(self._multiple, (abs(factor), 1 / abs(factor))))
+
+    def constant(self, node: Node) -> bool:
+        """Returns whether the numbers that a node reads are the same for any batch."""
+        if not any(map(self._multiple, numbers(node))):
+            return True
+        larger = self._larger
+        return larger is not None and node.name in larger and larger[node.name].args == node.args
+
+    def grows(self, name: str) -> bool:
+        """Returns whether a value has more elements in a larger batch; True if unknown."""
+        if self._larger is None or name not in self._larger:
+            return True
+        return self._larger[name].type.shape != self.graph[name].type.shape
+
+    def _multiple(self, value: float) -> bool:
+        """Returns whether a positive number is a multiple of the number of samples."""
         leaves = (leaf.type for leaf in self.graph.leaves("input"))
         rows = {kind.shape[0] for kind in leaves if kind.shape and kind.numel}
-        return any(
-            round(value / count) > 0 and math.isclose(value / count, round(value / count))
-            for value in (abs(factor), 1 / abs(factor))
-            for count in rows
-        )
+        times = [value / count for count in rows]
+        return any(round(one) > 0 and math.isclose(one, round(one)) for one in times)
+
+
+def numbers(node: Node) -> list[float]:
+    """Returns the sizes of the finite numbers, but for zero, among a node's arguments."""
+    found = [abs(arg) for arg in node.args if isinstance(arg, (int, float))]
+    return [float(one) for one in found if one and math.isfinite(one)]
 
 
 def _factor(node: Node) -> float | None:

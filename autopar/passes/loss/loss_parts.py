@@ -16,18 +16,19 @@ from autopar.errors import OptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.stage_graphs import free_values
-from autopar.passes.loss.batch_factors import BatchFactors
-from autopar.passes.loss.means import LABELLED, MEAN, SUM, reduction_of
+from autopar.passes.loss.batch_factors import BatchFactors, numbers
+from autopar.passes.loss.means import LABELLED, MEAN, SUM, is_whole_mean, reduction_of
+from autopar.passes.loss.mixed_samples import MixedSamples
 
 _SUMS = ("sum", "count_nonzero")
 _SAME = (
     "clamp", "clamp_min", "maximum", "max", "add", "sub", "_to_copy", "to", "reshape", "view",
-    "squeeze", "unsqueeze", "expand", "clone", "share", "shard", "detach", "abs",
+    "squeeze", "unsqueeze", "expand", "clone", "share", "shard", "detach", "abs", "neg", "rsub",
 )  # fmt: skip
 _LINEAR = (
-    "add", "sub", "neg", "mul", "div", "sum", "reshape", "view", "squeeze", "unsqueeze", "expand",
-    "_to_copy", "to", "clone", "share", "shard", "where", "masked_fill", "stack", "cat", "select",
-    "slice", "transpose", "permute", "getitem",
+    "add", "sub", "rsub", "neg", "mul", "div", "sum", "reshape", "view", "squeeze", "unsqueeze",
+    "expand", "_to_copy", "to", "clone", "share", "shard", "where", "masked_fill", "stack", "cat",
+    "select", "slice", "transpose", "permute", "getitem",
 )  # fmt: skip
 
 
@@ -52,14 +53,17 @@ class Parts:
         search: returns the operands to follow, and errors.
         divided: divisions by counts; their results add up.
         factors: recognises numbers that depend on the size of the batch.
+        mixed: recognises values that are no longer of each sample.
     """
 
     graph: Graph
     search: Divisions
     divided: Mapping[str, str]
     factors: BatchFactors
+    mixed: MixedSamples
     _known: dict[str, _Kind] = field(default_factory=dict)
     _times: dict[str, list[str]] = field(default_factory=dict)
+    _sums: list[str] = field(default_factory=list)
 
     @cached_property
     def operands(self) -> Mapping[str, Sequence[str]]:
@@ -111,26 +115,37 @@ class Parts:
             self._known[name] = self._kind_of(self.graph[name])
         return self._known[name]
 
+    @cached_property
+    def any_sums(self) -> bool:
+        """Whether the loss has a term that adds up and that no number seen here divides."""
+        kind = self._kind(self.graph.loss or "")
+        return kind is _Kind.SUM or bool(self._sums)
+
     def _kind_of(self, node: Node) -> _Kind:
-        if node.name in self.divided:
-            return _Kind.COUNTED
         moving = self.search.moving(node)
-        product = _base(node) in ("mul", "div")
-        if not moving or not is_linear(node) or (product and len(moving) != 1):
-            return self._reduced(node)
+        if not moving or not self.search.follows(node, moving):
+            return self._reduced(node, moving)
         kinds = {name: self._kind(name) for name in moving}
-        if len(kinds) == 1 and product:
+        if node.name in self.divided:
+            return self._counted(node, *kinds.values())
+        if _base(node) in ("mul", "div"):
             return self._multiplied(node, *kinds.values())
         adding = [name for name, kind in kinds.items() if kind is not _Kind.MEAN]
-        offset = _base(node) in ("add", "sub", "stack", "cat") and node.type.shape == ()
-        if len(adding) == len(kinds) and (not offset or len(moving) == len(node.inputs)):
-            return _Kind.SUM if set(kinds.values()) == {_Kind.SUM} else _Kind.COUNTED
+        offset = _base(node) in ("add", "sub", "rsub", "stack", "cat") and node.type.shape == ()
+        offset = offset and (len(moving) < len(node.inputs) or bool(numbers(node)))
+        if len(adding) == len(kinds) and not offset and len(set(kinds.values())) == 1:
+            return kinds[moving[0]]
+        self._sums.extend(name for name in adding if kinds[name] is _Kind.SUM)
+        if len(adding) == len(kinds) and not offset:
+            return _Kind.COUNTED
         if adding:
             self._times[node.name] = adding
         return _Kind.MEAN
 
-    def _reduced(self, node: Node) -> _Kind:
+    def _reduced(self, node: Node, moving: Sequence[str]) -> _Kind:
         """Returns the kind of the result of a non-linear operator of samples."""
+        if moving and any(name in self.mixed for name in node.inputs):
+            raise self.search.refused(node, f"{_base(node)} reads a value of all samples together")
         if node.type.shape != ():
             return _Kind.SUM  # of each sample
         reduction = reduction_of(node)
@@ -140,15 +155,86 @@ class Parts:
             return _Kind.SUM
         raise self.search.refused(node, f"it is the {_base(node)} of all samples")
 
+    def _counted(self, node: Node, kind: _Kind) -> _Kind:
+        """Returns the kind of a value that a count divides, which may itself be a mean."""
+        size = self._size(node, self.divided[node.name])
+        power = -(kind is _Kind.MEAN) + (size if _base(node) == "mul" else -size)
+        if power not in (0, -1):
+            raise self.search.refused(node, "its factor depends on the batch in an unknown way")
+        return _Kind.MEAN if power else _Kind.COUNTED
+
+    def _size(self, node: Node, name: str) -> int:
+        """Returns the power of the number of samples in the numbers of a count.
+
+        Args:
+            node: the operator that reads the count, for errors.
+            name: a count, or a part of it.
+        """
+        own = self.graph[name]
+        if is_sum(self.graph, own) or not is_batched(self.graph, name):
+            return 0
+        sizes = [self._size(node, one) for one in own.inputs]
+        base = _base(own)
+        if base == "reciprocal":
+            return -sizes[0]
+        if base == "mul" and len(sizes) == 2:
+            return sum(sizes)
+        if base == "div" and not isinstance(own.args[0], Ref):
+            return -sizes[0]
+        if base == "div" and len(sizes) == 2:
+            return sizes[0] - sizes[1]
+        power: int | None = 0
+        if base in ("mul", "div"):
+            power = self.factors.power(own) if self.factors.may_depend(own) else 0
+        elif not self.factors.constant(own):
+            power = None  # a count and a number of samples
+        if power is None:
+            raise self.search.refused(node, "its count depends on the batch in an unknown way")
+        return power + max(sizes)
+
     def _multiplied(self, node: Node, kind: _Kind) -> _Kind:
         """Returns the kind of a value's product with a factor that may depend on the batch size."""
+        other = next((name for name in node.inputs if name not in self.search.moving(node)), "")
+        if other in self.mixed and self.graph[other].type.numel != 1:
+            return self._weighted(node, kind, other)
         if kind is not _Kind.SUM and not self.factors.may_depend(node):
             return kind
-        power = self.factors.power(node)
+        summed = self.graph[node.inputs[0]].inputs[:1]
+        of_mixed = is_whole_mean(self.graph, node) and summed[0] in self.mixed
+        power = 0 if of_mixed else self.factors.power(node)
         changed = {(_Kind.SUM, -1): _Kind.MEAN, (_Kind.MEAN, 1): _Kind.SUM}
         if power is None or (power and (kind, power) not in changed):
             raise self.search.refused(node, "its factor depends on the batch in an unknown way")
         return changed[kind, power] if power else kind
+
+    def _weighted(self, node: Node, kind: _Kind, weights: str) -> _Kind:
+        """Returns the kind of a value that numbers of all samples weigh, such as counts of classes.
+
+        A sum over such counts is a mean, of one microbatch.
+        """
+        degree = self._grows(node, weights)
+        power = (kind is not _Kind.MEAN) + (degree if _base(node) == "mul" else -degree)
+        if power not in (0, 1) or (degree and kind is _Kind.COUNTED):
+            raise self.search.refused(node, "it is weighted by a value that is no count alone")
+        return kind if not degree else _Kind.SUM if power else _Kind.MEAN
+
+    def _grows(self, node: Node, name: str) -> int:
+        """Returns the power of the number of samples with which a value of all of them grows."""
+        own = self.graph[name]
+        base, inputs = _base(own), [one for one in own.inputs if is_batched(self.graph, one)]
+        if base in _SUMS and inputs[0] not in self.mixed:
+            return 1
+        if all(one in self.mixed for one in inputs):
+            grows = [self._grows(node, one) for one in inputs]
+            power = self.factors.power(own) if self.factors.may_depend(own) else 0
+            if base == "reciprocal" or (base == "div" and own.args[0] != Ref(inputs[0])):
+                return -grows[0]
+            if base in ("mul", "div") and power is not None:
+                sign = 1 if base == "mul" else -1
+                return grows[0] + power + sign * sum(grows[1:])
+            if base in (*_SAME, *_LINEAR) and self.factors.constant(own):
+                return max(grows)
+        raise self.search.refused(node, "it is weighted by a value that is no count alone")
 
 
 @dataclass(frozen=True)
@@ -179,9 +265,8 @@ class Divisions:
             if node.op in LABELLED and argument(node, 3, "reduction", MEAN) == MEAN:
                 raise self.refused(node, "its mean is weighted by the classes of its labels")
             moving = self.moving(node)
-            linear = is_linear(node)
-            product = linear and _base(node) in ("mul", "div")
-            if not linear or (product and len(moving) != 1):
+            product = _base(node) in ("mul", "div")
+            if not self.follows(node, moving):
                 if any(graph[name].type.shape == () for name in moving):
                     raise self.refused(node, f"it is no mean, but {_base(node)} of one")
                 continue
@@ -193,6 +278,12 @@ class Divisions:
                 found[name], counted = factors[0], True
             stack += [(name, counted) for name in moving]
         return found
+
+    def follows(self, node: Node, moving: Sequence[str]) -> bool:
+        """Returns whether an operator is linear in its moving operands together."""
+        if _base(node) == "div" and node.args[0] != Ref(next(iter(moving), "")):
+            return False
+        return is_linear(node) and (_base(node) not in ("mul", "div") or len(moving) == 1)
 
     def moving(self, node: Node) -> list[str]:
         """Returns the operands with a gradient that depend on the batch."""

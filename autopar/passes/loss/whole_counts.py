@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from autopar.errors import CaptureError
 from autopar.ir.graph import COUNTS, Arg, Graph, Node, Ref, Source
 from autopar.ir.graph_text import format_graph
 from autopar.ir.rewrite import Editor, Names, rewrite
@@ -30,11 +31,17 @@ from autopar.passes.loss.loss_parts import (
     is_sum,
     sums_before,
 )
+from autopar.passes.loss.mixed_samples import MixedSamples
 
 ITEMS = "items_in_batch"  # name of the input, with a number if it is taken
 
 
-def count_whole_batch(graph: Graph, microbatches: int, scaled: Callable[[int], Graph]) -> Graph:
+def count_whole_batch(
+    graph: Graph,
+    microbatches: int,
+    scaled: Callable[[int], Graph],
+    without: Callable[[Graph], frozenset[str]],
+) -> Graph:
     """Returns the graph of a microbatch with n times its part of the whole batch's loss.
 
     Args:
@@ -42,15 +49,17 @@ def count_whole_batch(graph: Graph, microbatches: int, scaled: Callable[[int], G
         microbatches: number n of microbatches in a step.
         scaled: returns the same graph of a number of times as many samples, to tell a sum with a
             factor from a mean.
+        without: returns the values of a graph whose dimensions are none of the samples.
 
     Raises:
         OptionError: the loss is divided by a value of the batch that is no sum over it, or reads
             the model's parameters or buffers; or it has class weights; or it is neither a sum nor a
-            mean over samples; or a factor depends on the size of the batch in another way.
+            mean over samples, or of values that mix them; or a factor depends on the size of the
+            batch in another way.
     """
     if graph.loss is None or microbatches == 1 or not is_batched(graph, graph.loss):
         return graph
-    parts = _parts(graph, microbatches, scaled)
+    parts = _parts(graph, microbatches, scaled, without)
     loss = parts.graph.loss or ""
     change = _Change(
         graph, microbatches, parts.divided_in(graph), parts.operands_in(graph), parts.adds_up(loss)
@@ -58,16 +67,33 @@ def count_whole_batch(graph: Graph, microbatches: int, scaled: Callable[[int], G
     return rewrite(graph, change)
 
 
-def _parts(graph: Graph, microbatches: int, scaled: Callable[[int], Graph]) -> Parts:
-    """Returns the parts of the loss, of two samples in place of a single one.
+def _parts(
+    graph: Graph,
+    microbatches: int,
+    scaled: Callable[[int], Graph],
+    without: Callable[[Graph], frozenset[str]],
+) -> Parts:
+    """Returns the parts of the loss, perhaps of twice as many samples.
 
-    A division by the number of samples is invisible where that is one.
+    A division by the number of samples is invisible where that is one, and one by the number of
+    pairs where that is one. So no sum is believed that a larger batch does not confirm.
     """
-    single = any(leaf.type.shape[:1] == (1,) for leaf in graph.leaves("input"))
-    seen = scaled(2) if single else graph
-    search = Divisions(seen, microbatches)
-    factors = BatchFactors(seen, partial(scaled, 4 if single else 2))
-    return Parts(seen, search, search.divided(), factors)
+
+    def parts(seen: Graph, larger: int) -> Parts:
+        search = Divisions(seen, microbatches)
+        factors = BatchFactors(seen, partial(scaled, larger))
+        mixed = MixedSamples(seen, factors, without)
+        return Parts(seen, search, search.divided(), factors, mixed)
+
+    if any(leaf.type.shape[:1] == (1,) for leaf in graph.leaves("input")):
+        return parts(scaled(2), 4)
+    found = parts(graph, 2)
+    if not found.any_sums:
+        return found
+    try:
+        return parts(scaled(2), 4)
+    except CaptureError:  # the model takes no other batch
+        return found
 
 
 @dataclass(frozen=True)

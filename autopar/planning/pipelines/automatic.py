@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict
 
 from autopar.errors import GraphError, InfeasibleError
@@ -21,6 +22,7 @@ from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
 from autopar.passes.verify import verify
 from autopar.plan import Plan
+from autopar.planning.capturing import without_samples
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.schedule_names import schedule_of
@@ -141,7 +143,8 @@ class OnMicrobatches:
             def scaled(factor: int) -> Graph:
                 return self._all_layers(factor * samples)
 
-            graph = verify(count_whole_batch(graph, microbatches, scaled))
+            without = partial(without_samples, self.options.table)
+            graph = verify(count_whole_batch(graph, microbatches, scaled, without))
         return graph
 
     def ends_of_all(self, microbatches: int) -> tuple[str, ...]:
