@@ -278,14 +278,14 @@ class _PlanPage:
             return lambda most: Plan.of(planner.plan(most))
         from autopar.planning.pipelines.stages import Devices, plan_stages
 
-        graph = asked.microbatch_graph(self.progress)
+        graph, observed = asked.microbatch_graph(self.progress)
         parts = {start: stage.mesh for stage in plan.stages for start in stage.starts}
         groups = [Devices(mesh, start) for start, mesh in sorted(parts.items())]
 
         def planned(most: float) -> Plan:
             return plan_stages(
                 graph, plan.ends, groups, plan.mesh, plan.microbatches, plan.schedule,
-                replace(asked.options, memory=most), Trace(None),
+                replace(asked.options, memory=most), Trace(None), observed=observed,
             )  # fmt: skip
 
         return planned

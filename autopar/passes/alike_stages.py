@@ -1,4 +1,4 @@
-"""Prepares the graphs of stages; stages that differ only in names are observed in torch once."""
+"""Prepares the graphs of stages; torch observes only operators that it has not observed before."""
 
 from __future__ import annotations
 
@@ -7,25 +7,40 @@ from dataclasses import replace
 
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import alike
-from autopar.operators.interpret import annotate
-from autopar.passes.normalise import FINDING, prepare
+from autopar.passes.kernel_parts import part_kernels
+from autopar.passes.observations import NOTHING, Observations
+from autopar.passes.repeats import find_repeats
+from autopar.passes.verify import Pass, apply
 
 
-def preparing() -> Callable[[Graph], Graph]:
+def finding(known: Observations) -> tuple[Pass, ...]:
+    """Returns the passes that analyse a stage, as `FINDING`, of a model that was observed whole."""
+    return find_repeats, lambda graph: _annotated(graph, known), part_kernels
+
+
+def preparing(known: Observations = NOTHING) -> Callable[[Graph], Graph]:
     """Returns a function that prepares one stage after another, as `prepare` does.
 
     A pipeline of 64 stages has a handful of kinds. Autograd saves the same of all stages of a kind.
     """
-    known: dict[str, Graph] = {}
+    seen: dict[str, Graph] = {}
 
-    def observe(graph: Graph) -> Graph:
+    def annotate(graph: Graph) -> Graph:
         key = alike(graph)
-        if key not in known:
-            known[key] = annotate(graph)
-        return _annotated_like(graph, known[key])
+        if key not in seen:
+            seen[key] = _annotated(graph, known)
+        return _annotated_like(graph, seen[key])
 
-    passes = tuple(observe if step is annotate else step for step in FINDING)
-    return lambda graph: prepare(graph, passes=passes)
+    return lambda graph: apply(graph, (find_repeats, annotate, part_kernels))
+
+
+def _annotated(graph: Graph, known: Observations) -> Graph:
+    annotated = known.annotated(graph)
+    if annotated is None:
+        from autopar.operators.interpret import annotate  # with torch
+
+        annotated = annotate(graph)
+    return annotated
 
 
 def _annotated_like(graph: Graph, other: Graph) -> Graph:

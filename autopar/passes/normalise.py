@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
 from autopar.operators.interpret import annotate
@@ -28,10 +26,8 @@ from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
 from autopar.passes.routing import find_mixtures, lower_grouped
 from autopar.passes.simplify import drop_identities, lower_splits
-from autopar.passes.verify import verify
+from autopar.passes.verify import Pass, Trace, apply
 
-Pass = Callable[[Graph], Graph]
-Trace = Callable[[str, Graph], None]
 # Passes that give every operator one spelling. A graph is cut into stages after these.
 NORMALISING: tuple[Pass, ...] = (
     drop_identities,
@@ -73,7 +69,4 @@ def prepare(
     Raises:
         GraphError: a pass produced a graph that breaks an invariant, or torch refuses an operator.
     """
-    for step in passes:
-        graph = verify(step(graph))
-        trace(step.__name__, graph)
-    return graph
+    return apply(graph, passes, trace)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from autopar.errors import GraphError
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 
 Fault = tuple[Node | None, str]
+Pass = Callable[[Graph], Graph]
+Trace = Callable[[str, Graph], None]
+
+
+def apply(graph: Graph, passes: Iterable[Pass], trace: Trace = lambda name, graph: None) -> Graph:
+    """Returns the result of passes, one after the other.
+
+    Each is followed by `verify` and by `trace(name of the pass, its result)`.
+
+    Raises:
+        GraphError: a pass produced a graph that breaks an invariant.
+    """
+    for step in passes:
+        graph = verify(step(graph))
+        trace(step.__name__, graph)
+    return graph
 
 
 def verify(graph: Graph) -> Graph:

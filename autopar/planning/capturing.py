@@ -27,9 +27,9 @@ from autopar.operators.expert_load import ExpertLoad, with_load
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
 from autopar.passes.loss.whole_counts import count_whole_batch
-from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
+from autopar.passes.normalise import NORMALISING, PASSES, prepare
 from autopar.passes.projections import split_fused
-from autopar.passes.verify import verify
+from autopar.passes.verify import Pass, verify
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 

@@ -172,10 +172,13 @@ def test_commands_on_a_model_that_was_planned_before_need_no_torch(
     )
     file = str(tmp_path / "plan.toml")
     words = ("plan", "gpt2", "--layers", "2", "--seq", "64", "--mesh", "H100: gpu=2", "-o", file)
+    pipeline = str(tmp_path / "pipeline.toml")
+    stages = (*words[:-2], "--global-batch", "8", "-o", pipeline)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = CliRunner().invoke(main, words)
-    assert first.exit_code == 0, first.output
-    solving = (words, ("why", file, "transformer.wte.weight"))
+    for each in (words, stages):
+        first = CliRunner().invoke(main, each)
+        assert first.exit_code == 0, first.output
+    solving = (words, stages, ("why", file, "transformer.wte.weight"), ("simulate", pipeline))
     for each in (*solving, ("explain", file), ("simulate", file), ("diff", file, file)):
         done = run(code, *each)
         assert done.returncode == 0, done.stderr

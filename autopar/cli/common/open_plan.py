@@ -20,6 +20,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
+from autopar.passes.observations import NOTHING, Observations, observations
 from autopar.passes.shares import remove_shares
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
@@ -112,10 +113,10 @@ class PlanFile:
             from autopar.planning.pipelines.stages import stage_graphs
 
             prices(plan.stages[0], self.calibration, plan.mesh)
-            graph = self.microbatch_graph(progress)
+            graph, observed = self.microbatch_graph(progress)
             plan.check(graph, plan.mesh)
             progress("strategies")
-            graphs = stage_graphs(graph, plan.ends, Trace(None))
+            graphs = stage_graphs(graph, plan.ends, Trace(None), observed)
         for graph, stage in zip(graphs, plan.stages, strict=True):
             stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
             legal.check(graph, stage, self.rules)
@@ -140,14 +141,14 @@ class PlanFile:
         self.plan.check(captured.graph, self.plan.mesh)
         return captured
 
-    def microbatch_graph(self, progress: Callable[[str], None]) -> Graph:
+    def microbatch_graph(self, progress: Callable[[str], None]) -> tuple[Graph, Observations]:
         """Captures the model for one microbatch; of a deep model, traces only a few blocks.
 
-        Raises the errors of `open`.
+        Returns also what autograd saves in it, as far as known. Raises the errors of `open`.
         """
         spec, count = self.spec, self.plan.microbatches
         if spec.batch is None:
-            return self.captured(progress).graph
+            return self.captured(progress).graph, NOTHING
         if spec.batch % count:
             raise PlanMismatchError(
                 f"a batch of {spec.batch} does not divide into the plan's microbatches",
@@ -155,7 +156,8 @@ class PlanFile:
                 todo="omit --batch, or plan for this batch",
             )
         part = replace(spec, batch=spec.batch // count)
-        return remove_shares(capture_model(part, self.options, Stages(None, progress)))
+        whole = capture_model(part, self.options, Stages(None, progress))
+        return remove_shares(whole), observations(whole)
 
     def _source(self) -> str:
         """Returns the plan's model if it is data: a name of the zoo or a configuration."""

@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.loss.whole_counts import count_whole_batch
+from autopar.passes.observations import observations
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
 from autopar.passes.verify import verify
@@ -109,7 +110,8 @@ class OnMicrobatches:
             self.traced.clear()
             self.layered.clear()
             return self(microbatches)
-        self.layered[samples] = Layered(graph, layers, self.more, samples)
+        observed = observations(prepared)
+        self.layered[samples] = Layered(graph, layers, self.more, samples, observed)
         return self.layered[samples]
 
     def _layers(self, graph: Graph, seconds: Mapping[str, float]) -> Layers:
@@ -220,7 +222,8 @@ def plan_pipeline(
         if not searched.ends:
             searched = replace(searched, ends=sized.ends_of_all(count))
         graph = sized.whole(count, searched.pipeline.schedule)
-        return searched, plan_of(searched, graph, mesh, options, trace, workers=workers)
+        observed = sized(count).observed
+        return searched, plan_of(searched, graph, mesh, options, trace, workers, observed)
 
 
 def find_pipeline(

@@ -12,6 +12,7 @@ from autopar.inter_op.layers import Layers
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import cut
 from autopar.lower.parameter_keys import leaf_key
+from autopar.passes.observations import NOTHING, Observations
 
 BLOCKS = 2  # layers of a run of equal ones that are planned
 Signature = tuple[tuple[Hashable, int], ...]  # (kind of layer, length of its run)
@@ -26,12 +27,14 @@ class Layered:
         layers: layers of the graph.
         more: number of equal layers that each run of the whole model has in addition.
         samples: number of samples of the microbatch, 0 if unknown.
+        observed: what autograd saves in the model.
     """
 
     graph: Graph
     layers: Layers
     more: int = 0
     samples: int = 0
+    observed: Observations = NOTHING
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:

@@ -34,6 +34,7 @@ from autopar.inter_op.submeshes import SubMesh, place_stages, submeshes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes
+from autopar.passes.observations import NOTHING, Observations
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.borders import Borders
@@ -217,6 +218,7 @@ def plan_of(
     options: Options,
     trace: Trace,
     workers: Workers | None = None,
+    observed: Observations = NOTHING,
 ) -> Plan:
     """Returns the plan of a search's result: each stage is planned again as it will run.
 
@@ -227,6 +229,7 @@ def plan_of(
         options: as of the search.
         trace: writes intermediate values.
         workers: processes that plan stages.
+        observed: of the whole model.
 
     Raises:
         InfeasibleError: a stage's simulated step does not fit after all.
@@ -241,7 +244,7 @@ def plan_of(
     cuts = [ends[last] for last in lasts[:-1]]
     planned = partial(
         plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule,
-        options=options, trace=trace, workers=workers,
+        options=options, trace=trace, workers=workers, observed=observed,
     )  # fmt: skip
     chunks = sorted(
         (chunk.first, chunk.candidate.recompute, rank_stages)

@@ -34,8 +34,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.resharding import LayoutGraphs
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
-from autopar.passes.normalise import FINDING, prepare
-from autopar.passes.verify import verify
+from autopar.passes.alike_stages import finding
+from autopar.passes.verify import apply, verify
 from autopar.planning.kernel_savings import applicable
 from autopar.planning.offloading import parse_offload
 from autopar.planning.options import Options
@@ -236,11 +236,11 @@ class StageCosts:
         short = tuple((kind, min(count, layers.BLOCKS)) for kind, count in signature)
         if (microbatches, short) not in self._parts:
             try:
-                part = self.layered(microbatches).part(short)
+                part = (model := self.layered(microbatches)).part(short)
             except StageError:
                 self._parts[microbatches, short] = None
             else:
-                self._parts[microbatches, short] = prepare(verify(part), passes=FINDING)
+                self._parts[microbatches, short] = apply(verify(part), finding(model.observed))
         return self._parts[microbatches, short]
 
     def _on(

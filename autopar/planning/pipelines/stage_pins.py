@@ -15,7 +15,7 @@ from autopar.intra_op.pins.layout_pins import Pins, joined, naming
 from autopar.intra_op.pins.pin_functions import PinFunction, resolve_pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.passes.normalise import FINDING, prepare
+from autopar.passes.alike_stages import preparing
 from autopar.planning.options import Options
 
 
@@ -37,7 +37,7 @@ def stage_pins(
     plain, functions = _split(options)
     if not plain and not functions:
         return [{} for _ in parts]
-    whole = prepare(graph, passes=FINDING) if functions else graph
+    whole = preparing()(graph) if functions else graph
     by_mesh: dict[Mesh, dict[str, str]] = {}
     result = []
     for part, mesh in zip(parts, meshes, strict=True):
@@ -88,7 +88,7 @@ def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str
     plain, functions = _split(options)
     if not functions:
         return joined([naming(part, plain), {}])
-    whole = prepare(graph, passes=FINDING)
+    whole = preparing()(graph)
     resolved = resolve_pins(functions, whole, mesh, options.table, options.state is None)
     return joined([naming(part, plain), _translated(resolved, whole, part)])
 

@@ -21,7 +21,7 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.rewrite import writes
 from autopar.ir.stage_graphs import alike, cut, free_values
 from autopar.passes.alike_stages import preparing
-from autopar.passes.normalise import FINDING, prepare
+from autopar.passes.observations import NOTHING, Observations
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.options import Options
@@ -112,6 +112,7 @@ def plan_stages(
     recompute: Sequence[str] | None = None,
     rank_stages: Sequence[float] | None = None,
     workers: Workers | None = None,
+    observed: Observations = NOTHING,
 ) -> Plan:
     """Plans a pipeline whose cuts and devices are given.
 
@@ -128,6 +129,7 @@ def plan_stages(
         recompute: recomputation of each stage, in place of the option.
         rank_stages: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
         workers: processes that plan stages, unless something is traced.
+        observed: of the whole model.
 
     Raises:
         ScheduleError: the schedule is unknown, or does not fit the sizes.
@@ -139,22 +141,18 @@ def plan_stages(
     rows = schedule_of(schedule, len(groups), microbatches)
     options = options_for(
         replace(
-            options,
-            whole=mesh,
-            stages=rows.stages,
-            microbatches=microbatches,
-            schedule=schedule,
+            options, whole=mesh, stages=rows.stages, microbatches=microbatches, schedule=schedule,
             global_batch=None,
         ),
         rows,
-    )
+    )  # fmt: skip
     if rows.stages != len(ends) + 1:
         raise StageError(
             f"{len(ends) + 1} stages for the schedule {schedule!r}",
             why=f"on {len(groups)} groups of devices it has {rows.stages}",
             todo="cut the model into as many stages",
         )
-    parts = stage_graphs(graph, ends, trace)
+    parts = stage_graphs(graph, ends, trace, observed)
     held = [[groups[placed[number]] for placed in rows.placement] for number in range(len(parts))]
     for number, copies in enumerate(held):
         if any(sub.mesh != copies[0].mesh for sub in copies):
@@ -220,9 +218,11 @@ def plan_stages(
     return replace(whole, predicted=predicted(parts, whole, options))
 
 
-def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
+def stage_graphs(
+    graph: Graph, ends: Sequence[str], trace: Trace, observed: Observations = NOTHING
+) -> tuple[Graph, ...]:
     """Returns the prepared graphs of a normalised graph's stages; raises StageError as `cut`."""
-    stages, prepared = [], preparing()
+    stages, prepared = [], preparing(observed)
     for number, part in enumerate(cut(graph, ends)):
         stage = prepared(verify(part))
         trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
@@ -265,7 +265,7 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     Raises:
         StageError: there are fewer operators than stages.
     """
-    seconds, blocks = weights(graph, prepare(graph, passes=FINDING), mesh, options)
+    seconds, blocks = weights(graph, preparing()(graph), mesh, options)
     names = list(seconds)
     crossing = _crossing(graph, names)
     legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
