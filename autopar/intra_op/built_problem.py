@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import add
 
 from autopar.cost.overlap import saved
 from autopar.intra_op.node_choices import Option
@@ -47,6 +48,7 @@ class Built:
         ahead: whether updated parameters are gathered beside the next step's forward.
         overlapped: edge number -> seconds that each pair of choices saves by running linears during
             the collective; already subtracted from the cost of the edge.
+        updated: parameter's share -> for each choice, seconds of its update, if that counts.
     """
 
     problem: Problem
@@ -69,6 +71,21 @@ class Built:
     coming: float = 0.0
     ahead: bool = False
     overlapped: Mapping[int, Matrix] = field(default_factory=dict)
+    updated: Figures = field(default_factory=dict)
+
+    def with_update(self, seconds: Figures) -> Built:
+        """Returns the problem of a step that ends with an update.
+
+        Args:
+            seconds: parameter's share -> for each choice, seconds of its update.
+        """
+        nodes = (
+            replace(node, cost=tuple(map(add, node.cost, seconds[name])))
+            if name in seconds
+            else node
+            for node, name in zip(self.problem.nodes, self.names, strict=True)
+        )
+        return replace(self, problem=replace(self.problem, nodes=tuple(nodes)), updated=seconds)
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
@@ -108,7 +125,7 @@ class Built:
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         sizes = ("parameter_bytes", "activation_bytes", "host_bytes")
-        totals = dict.fromkeys((*causes, "host_seconds", *sizes), 0.0)
+        totals = dict.fromkeys((*causes, "host_seconds", "update_seconds", *sizes), 0.0)
         for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
             parameter = options[index].stored is not None
             inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
@@ -123,7 +140,9 @@ class Built:
             summed = parameter and node.name in self.backward
             added = self.backward[node.name][index] if summed else 0.0
             totals["compute_seconds"] += added
-            totals[cause] += node.cost[index] - inside - copied - added
+            update = self.updated[node.name][index] if node.name in self.updated else 0.0
+            totals["update_seconds"] += update
+            totals[cause] += node.cost[index] - inside - copied - added - update
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
             totals["parameter_bytes" if parameter else "activation_bytes"] += held
         hidden = self.hidden(choice)

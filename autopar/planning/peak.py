@@ -31,11 +31,10 @@ def with_simulated(
 ) -> StagePlan:
     """Returns the plan with the figures that only a simulated step provides, if it has a backward.
 
-    These are its peak memory, including the allocator's reserve, and the seconds of its step; those
-    of a stage are its pipeline's. If the plan specifies how kernels are executed, its closed form
-    also includes the seconds of the update, and those in which the device waits for its host. An
-    update that multiplies matrices, such as Muon's, always counts there, because it may take as
-    long as the backward.
+    These are its peak memory, including the allocator's reserve, the seconds of its step, and those
+    of its update; those of a stage are its pipeline's. If the plan specifies how kernels are
+    executed, or its update multiplies matrices, such as Muon's, the step also includes the seconds
+    in which the device waits for its host.
 
     Args:
         graph: the prepared graph.
@@ -57,15 +56,14 @@ def with_simulated(
         fixed, kept = fixed_bytes(step), kept_bytes(step)
         peak += repeated.others(fixed + kept, kept) + repeated.further.in_plan(graph, counted)
     else:
-        updated = waiting = 0.0
-        if graph.execution != AS_WRITTEN or any(rule.products for rule in plan.update.rules):
-            updated = updating(timeline)
-            if settings.host is not None:
-                issued = run(step, model, slowdown, settings.host)
-                waiting = issued.seconds - timeline.seconds
+        updated, waiting = updating(timeline), 0.0
+        given = graph.execution != AS_WRITTEN or any(rule.products for rule in plan.update.rules)
+        if given and settings.host is not None:
+            issued = run(step, model, slowdown, settings.host)
+            waiting = issued.seconds - timeline.seconds
         predicted = replace(
             predicted,
-            step_seconds=predicted.step_seconds + updated + waiting,
+            step_seconds=predicted.step_seconds - predicted.update_seconds + updated + waiting,
             simulated_seconds=timeline.seconds + waiting,
             update_seconds=updated,
             waiting_seconds=waiting,

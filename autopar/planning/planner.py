@@ -7,7 +7,7 @@ graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -31,6 +31,7 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload, left_of
 from autopar.ir.recompute import Recompute
+from autopar.ir.storage import Storage
 from autopar.plan import Plan
 from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
@@ -56,6 +57,7 @@ from autopar.planning.within_memory import (
     least_bytes,
     solved,
 )
+from autopar.simulate.optimizer_step import update_works, updated_in
 from autopar.stage_plan import StagePlan
 
 ONE_CALL = 2**50  # bytes of a bucket that holds all gradients
@@ -170,6 +172,7 @@ class Planner:
         self.known = known or Prices(mesh, self.prices)
         self.allowed_storages = options.allowed_storages(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
+        self._updates: dict[Hashable, dict[Storage, float]] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
         self._in_update = self._microbatches if repeated is None else repeated.in_update
         late = repeated is not None and repeated.late_loss
@@ -233,10 +236,32 @@ class Planner:
             execution=options.execution,
             late_loss=self._late_loss,
         )
-        return build(
+        built = build(
             self.graph, self.mesh, self.known, options.table, given,
             memory_limit=math.inf, pins=self.pins,
         )  # fmt: skip
+        return built if self.repeated else built.with_update(self._updated(built))
+
+    def _updated(self, built: Built) -> dict[str, tuple[float, ...]]:
+        """Returns the seconds of a parameter's update for each choice, by its share.
+
+        One kernel updates equal parameters of all blocks.
+        """
+        graph, seconds = self.graph, dict[str, tuple[float, ...]]()
+        for name, choices in zip(built.names, built.options, strict=True):
+            if choices[0].stored is None or not graph[name].requires_grad:
+                continue
+            leaf, count = graph[graph[name].inputs[0]], graph.multiplicity[name]
+            rule = self.options.update.rule(leaf.target, leaf.type.shape)
+            key = leaf.type, rule, count
+            known = self._updates.setdefault(key, {})
+            for storage in {one.storage for one in choices if one.storage} - known.keys():
+                part = updated_in(storage, leaf, self.mesh, self.options.precision, rule)
+                each = self.options.execution.optimizer
+                works = update_works([part] * count, UPDATE in self.fuse, self._bucket, each)
+                known[storage] = math.fsum(map(self.known.compute, works)) / self._in_update
+            seconds[name] = tuple(known[one.storage] for one in choices if one.storage)
+        return seconds
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options

@@ -163,8 +163,9 @@ def test_json_pins_and_traces(config: str, tmp_path: Path) -> None:
     assert found["solver"]["gap"] <= 1e-6
     assert 0 <= found["solver"]["left"] <= found["solver"]["nodes"]
     figures = found["predicted"]
-    causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
-    assert figures["step_seconds"] == pytest.approx(sum(figures[cause] for cause in causes))
+    causes = ("compute", "exchange", "parameter", "reshard", "update")
+    seconds = sum(figures[f"{cause}_seconds"] for cause in causes)
+    assert figures["step_seconds"] == pytest.approx(seconds)
     assert found["whole"] == []
     # A pin without -sum(...) leaves it open.
     assert "-> [96@gpu, 64]" in found["layouts"]["model_layers_0_mlp_up_proj_weight_share"]

@@ -98,6 +98,20 @@ def _parameters(plan: StagePlan) -> list[str]:
     return [name for name in shares if not plan.nodes[name].operands]
 
 
+@pytest.mark.parametrize("mesh", ["H100: node=2, gpu=4", "A100-80: gpu=8"])
+def test_no_named_sharding_is_faster_than_the_one_that_is_found(mesh: str) -> None:
+    """In the simulation, whose update takes as long as its bytes."""
+    graph = capture_model(ModelSpec("gpt2", 8, 512, 4), Options(), Trace(None))
+
+    def seconds(state: str | None) -> float:
+        options = Options(state=state)
+        return make_plan(graph, Mesh.parse(mesh), options, Trace(None)).predicted.simulated_seconds
+
+    named = {state: seconds(state) for state in ("ddp", "zero1", "zero2", "zero3")}
+    assert seconds(None) <= 1.001 * min(named.values())
+    assert named["ddp"] > 1.01 * seconds(None)
+
+
 def test_the_owners_of_whole_parameters_are_a_price_of_splitting_them() -> None:
     """Gradient and parameter reach the owner, the parameter leaves it: three all_to_alls each."""
     update = observed(partial(torch.optim.Adafactor, lr=1e-2))
