@@ -16,9 +16,8 @@ from autopar.capture.generation.cached_call import CachedCall
 from autopar.capture.joint import joint
 from autopar.capture.structure import Structure
 from autopar.errors import BatchError, CaptureError
-from autopar.intra_op.pins.dims import find_dims
+from autopar.intra_op.pins.dims import without_samples
 from autopar.intra_op.proofs.own_function_rules import split_functions
-from autopar.intra_op.rule import OpRule
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
@@ -292,15 +291,3 @@ def capture_graph(
     graph = replace(graph, execution=options.execution)
     finding = tuple(step for step in passes if step not in NORMALISING)
     return replace(captured, graph=prepare(graph, keep, finding))
-
-
-def without_samples(table: Mapping[str, OpRule], graph: Graph) -> frozenset[str]:
-    """Returns the values that have no dimension of samples, as far as the rules know."""
-    dims = find_dims(graph, table)
-    inputs = [leaf for leaf in graph.leaves("input") if leaf.type.shape]
-    samples = {cls for leaf in inputs for cls in dims.of(leaf.name)[0]}
-    return frozenset(
-        node.name
-        for node in graph.nodes
-        if samples.isdisjoint(cls for classes in dims.of(node.name) for cls in classes)
-    )

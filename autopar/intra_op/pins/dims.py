@@ -204,6 +204,18 @@ def find_dims(graph: Graph, rules: Mapping[str, OpRule]) -> Dims:
     return _numbered(graph, ties, signatures, values)
 
 
+def without_samples(rules: Mapping[str, OpRule], graph: Graph) -> frozenset[str]:
+    """Returns the values that have no dimension of samples, as far as the rules know."""
+    dims = find_dims(graph, rules)
+    inputs = [leaf for leaf in graph.leaves("input") if leaf.type.shape]
+    samples = {cls for leaf in inputs for cls in dims.of(leaf.name)[0]}
+    return frozenset(
+        node.name
+        for node in graph.nodes
+        if samples.isdisjoint(cls for classes in dims.of(node.name) for cls in classes)
+    )
+
+
 def _own(ties: _Ties, node: Node) -> list[tuple[Atom, ...]]:
     """Returns untied dimensions, for a node without a rule."""
     return [

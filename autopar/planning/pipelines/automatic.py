@@ -13,6 +13,7 @@ from autopar.errors import GraphError, InfeasibleError
 from autopar.inter_op.layers import Layers, find_layers, layers_at
 from autopar.inter_op.schedules import candidates, computes_as_one
 from autopar.inter_op.stage_values import Progress
+from autopar.intra_op.pins.dims import without_samples
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
@@ -23,7 +24,6 @@ from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
 from autopar.passes.verify import verify
 from autopar.plan import Plan
-from autopar.planning.capturing import without_samples
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.schedule_names import schedule_of
