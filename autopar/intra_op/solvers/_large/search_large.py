@@ -10,24 +10,32 @@ Integer programs find no choice that fits here in a minute. The search has four 
 3. The prices of the whole problem change again, from those of the small one on, by small steps.
 4. The cheapest choice that fits is kicked (`kicks`).
 
+A choice or pair of choices with which the bound exceeds the best price is in no cheaper solution.
+Without all of these, the problem still has every cheaper solution, so that its bounds, and the best
+price if they exceed that, are bounds of the whole problem. If the reductions leave little of it,
+integer programs solve it: before and after parts 2 and 3, and at the end.
+
 Work is counted, so that a seed gives the same choice wherever time does not run out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.intra_op.reduce import run
 from autopar.intra_op.reduce.flat import Flat, Ints
 from autopar.intra_op.reduce.run import Reduced
 from autopar.intra_op.solvers._budget import Budget
+from autopar.intra_op.solvers._integer.closing import close
 from autopar.intra_op.solvers._large.kicks import Walk, anneal
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import usage
-from autopar.intra_op.solvers._search import Search
+from autopar.intra_op.solvers._search import Relaxation, Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
 ENTRIES = 500_000  # pairs of choices above which they are not tried either
@@ -43,6 +51,9 @@ FEW, MOST = (
     60,
     0.6,
 )  # steps for which the first part's share of little work or time is raised, to MOST
+CLOSING = 0.4  # share of what is left that integer programs have before the last time
+DROP = 30  # steps that take the time of dropping choices
+PRICED = 1e-6  # share of the bound that memory up to the limit costs where it is priced
 WARM = 0.05  # share of the first part without memory
 NOTED = 0.4  # share of the first part whose choices are not merged
 FIRST_FIT, FIT = 5, 20  # steps before the first choice that is made to fit, and most between two
@@ -110,7 +121,7 @@ class _Large:
         self.prices = self.multipliers.prices
 
     def run(self) -> None:
-        """Runs the four parts."""
+        """Runs the four parts, or integer programs once little is left."""
         multipliers = self.multipliers
         self._offer(multipliers, multipliers.lightest())
         needed = FEW * _pairs(multipliers.flat) / PAIRS
@@ -122,11 +133,45 @@ class _Large:
             first.done += 1
         multipliers.begin()
         self._change_prices(multipliers, first, FIRST)
-        if self.choice is not None and not self.search.done:
-            self._merge(self.choice)
-            multipliers.prices, multipliers.choice = self.prices, self.choice.copy()
-            self._change_prices(multipliers, self._progress(AGAIN, multipliers.flat), AGAIN)
+        if self.choice is None or self.search.done or self._closed(CLOSING):
+            return
+        self._merge(self.choice)
+        multipliers.prices, multipliers.choice = self.prices, self.choice.copy()
+        self._change_prices(multipliers, self._progress(AGAIN, multipliers.flat), AGAIN)
+        if not self._closed(CLOSING):
             self._kick(self.choice)
+            self._closed(1.0, math.inf)
+
+    def _closed(self, share: float, most: float = LARGE) -> bool:
+        """Solves what cheaper choices can use, if that is little; returns whether that proves all.
+
+        Args:
+            share: of the work and time that are left.
+            most: nodes above which integer programs are not tried.
+        """
+        search, proof, budget = self.search, self.multipliers.proof, self.search.budget
+        if not search.near or search.done:
+            return search.proved
+        self.work -= DROP * _pairs(proof.flat) / PAIRS
+        layer = search.cheaper(proof.without(search.price))
+        if layer is None or layer.flat.nodes > most or len(layer.flat.matrix) > ENTRIES:
+            return search.proved
+        refund = proof.prices * (proof.flat.limit - proof.flat.base)
+        times = np.flatnonzero(refund > PRICED * abs(proof.bound))
+        budget.done = search.work - self.work
+        part = search.narrowed(layer)
+        try:
+            with budget.within(share):
+                close(part, Relaxation(part, times, proof.prices[times]))
+        except InfeasibleError:
+            part.raise_bound(search.price)  # nothing is left
+        self.work = search.work - budget.done
+        search.raise_bound(part.bound)
+        if part.price < search.price and part.best is not None:
+            self.choice = layer.expand(part.best)
+            search.offer(self.choice, repair=False)
+            self.price = search.price
+        return search.proved
 
     def _progress(self, part: Part, flat: Flat) -> Progress:
         """Returns the progress of a part in which prices change."""
