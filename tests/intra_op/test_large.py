@@ -156,6 +156,20 @@ def test_what_the_bound_leaves_of_a_large_problem_is_solved_exactly(
     assert proved >= 2
 
 
+def test_more_messages_raise_the_bound_at_the_same_prices(
+    solved: list[tuple[Problem, Solution]],
+) -> None:
+    risen = 0
+    for problem, best in solved:
+        multipliers = Multipliers(flatten(problem))
+        multipliers.choose()
+        before = multipliers.prove()
+        multipliers.settle(40)
+        risen += before < multipliers.prove() <= best.objective
+        assert multipliers.proof.bound <= best.objective
+    assert risen >= 2
+
+
 def test_memory_at_a_price_costs_its_bytes_at_every_time(
     solved: list[tuple[Problem, Solution]],
 ) -> None:

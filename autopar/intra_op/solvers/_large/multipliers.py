@@ -20,7 +20,7 @@ from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.kicks import polish, repair
 from autopar.intra_op.solvers._large.usage_tree import held, usage
 from autopar.intra_op.solvers._moves import local, price
-from autopar.intra_op.solvers._trws import lower_bound, sweep
+from autopar.intra_op.solvers._trws import lower_bound, sweep, sweeps
 
 FORESTS = 2  # at a time
 POLISHES = 3  # sweeps over single nodes
@@ -94,6 +94,10 @@ class Multipliers:
         over = (held(self.moves, choice) - self.flat.limit) / self.room
         over /= min(max(float(over.max()), LEAST), MOST)
         self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
+
+    def settle(self, count: int) -> None:
+        """Passes messages at the present prices, in an even number of sweeps."""
+        sweeps(self.moves.graph, self.cost(), self.messages, self.guess, 0, count)
 
     def prove(self) -> float:
         """Returns the best bound so far, after that of the present prices and messages."""

@@ -51,8 +51,11 @@ FEW, MOST = (
     60,
     0.6,
 )  # steps for which the first part's share of little work or time is raised, to MOST
+SWEEPS, STEP_SWEEPS = 40, 4  # between two bounds at the end, and in the time of a step
+RISE = 1e-5  # relative rise of the bound between these at which to go on
 CLOSING = 0.4  # share of what is left that integer programs have before the last time
 DROP = 30  # steps that take the time of dropping choices
+TIMES = 200  # most times at which memory is limited at first for integer programs
 PRICED = 1e-6  # share of the bound that memory up to the limit costs where it is priced
 WARM = 0.05  # share of the first part without memory
 NOTED = 0.4  # share of the first part whose choices are not merged
@@ -80,6 +83,7 @@ FIRST = Part(0.2, 0.25, 0.5, 0.02)
 MERGED = Part(0.22, 0.3, 0.1, 0.005)
 AGAIN = Part(0.28, 0.4, 0.1, 0.02)
 KICKS = Part(0.8, 1.0)
+SETTLED = Part(0.5, 0.5)
 
 
 class Progress:
@@ -140,6 +144,7 @@ class _Large:
         self._change_prices(multipliers, self._progress(AGAIN, multipliers.flat), AGAIN)
         if not self._closed(CLOSING):
             self._kick(self.choice)
+            self._settle()
             self._closed(1.0, math.inf)
 
     def _closed(self, share: float, most: float = LARGE) -> bool:
@@ -156,8 +161,9 @@ class _Large:
         layer = search.cheaper(proof.without(search.price))
         if layer is None or layer.flat.nodes > most or len(layer.flat.matrix) > ENTRIES:
             return search.proved
-        refund = proof.prices * (proof.flat.limit - proof.flat.base)
-        times = np.flatnonzero(refund > PRICED * abs(proof.bound))
+        paid = proof.prices * (proof.flat.limit - proof.flat.base)
+        dearest = np.sort(np.argsort(paid)[-TIMES:])
+        times = dearest[paid[dearest] > PRICED * abs(proof.bound)]
         budget.done = search.work - self.work
         part = search.narrowed(layer)
         try:
@@ -172,6 +178,19 @@ class _Large:
             search.offer(self.choice, repair=False)
             self.price = search.price
         return search.proved
+
+    def _settle(self) -> None:
+        """Passes more messages at the prices of the best bound, which raises it."""
+        search, multipliers = self.search, self.multipliers
+        multipliers.prices = multipliers.proof.prices
+        multipliers.messages = multipliers.proof.messages.copy()
+        progress, risen = self._progress(SETTLED, multipliers.flat), math.inf
+        while progress.share() < 1 and risen > RISE * search.scale() and not search.done:
+            before = multipliers.proof.bound
+            multipliers.settle(SWEEPS)
+            progress.done += SWEEPS // STEP_SWEEPS
+            search.raise_bound(multipliers.prove())
+            risen = multipliers.proof.bound - before
 
     def _progress(self, part: Part, flat: Flat) -> Progress:
         """Returns the progress of a part in which prices change."""
