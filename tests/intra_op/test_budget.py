@@ -66,3 +66,20 @@ def test_a_part_ends_by_its_share_of_time_or_of_work(monkeypatch: pytest.MonkeyP
     assert budget.over
     assert str(budget) == "work of 10 s"
     assert Budget(math.inf).left() == math.inf
+
+
+def test_a_share_ends_earlier_than_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.intra_op.solvers._budget.time.perf_counter", lambda: 0.0)
+    budget = Budget(100.0, 10.0)
+    budget.spend(4.0)
+    with budget.within(0.5):
+        assert (budget.left(), budget.unspent()) == (47.5, 3.0)
+        budget.spend(5.0)  # more than there is
+        assert budget.over
+    assert (budget.left(), budget.unspent()) == (95.0, 3.0)
+
+
+def test_a_share_of_no_limit_is_no_limit() -> None:
+    budget = Budget(math.inf)
+    with budget.within(0.5):
+        assert (budget.left(), budget.unspent()) == (math.inf, math.inf)

@@ -12,7 +12,8 @@ import pytest
 from autopar.cli.prepare import dense_problem
 from autopar.intra_op.problem import Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten
-from autopar.intra_op.solvers import solve
+from autopar.intra_op.solvers import _search, solve
+from autopar.intra_op.solvers._integer.closing import close
 from autopar.intra_op.solvers._large import search_large, usage_tree
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.multipliers import Multipliers
@@ -112,9 +113,8 @@ def test_multipliers_bound_every_choice_from_below(solved: list[tuple[Problem, S
         multipliers.begin()
         for step in range(200):
             multipliers.change(multipliers.choose(), 0.5 * 0.98**step)
-            multipliers.prove()
-            assert multipliers.bound <= best.objective
-        assert multipliers.bound >= best.objective * 0.9
+            assert multipliers.prove() <= best.objective
+        assert multipliers.proof.bound >= best.objective * 0.9
         fitted = multipliers.fitted(multipliers.choose())
         assert fitted is not None
         assert evaluate(problem, fitted.tolist()).feasible
@@ -130,6 +130,54 @@ def test_the_search_on_large_problems_comes_near_the_optimum(
         found = solve(problem, solver, time_limit=0.7, seed=3)
         assert evaluate(problem, found).feasible
         assert found.bound <= best.objective <= found.objective <= 1.02 * best.objective
+
+
+@pytest.mark.parametrize("solver", ["ilp", "auto"])
+def test_what_the_bound_leaves_of_a_large_problem_is_solved_exactly(
+    solver: str, solved: list[tuple[Problem, Solution]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The border is just below the whole problem, so that fewer nodes are not large."""
+    monkeypatch.setattr(_search, "NEAR", 1.0)
+    closed = []
+    monkeypatch.setattr(search_large, "close", lambda *given: closed.append(close(*given)))
+    proved = 0
+    for problem, best in solved:
+        closed.clear()
+        nodes = Search(problem, math.inf, 0.0, None, work=3.0).core.nodes
+        monkeypatch.setattr(search_large, "LARGE", nodes - 1)
+        found = solve(problem, solver, time_limit=math.inf, work=3.0)
+        assert evaluate(problem, found).feasible
+        assert found.bound <= best.objective * (1 + 1e-12)
+        if closed:
+            proved += 1
+            assert found.ended == "proof"
+            assert found.objective == pytest.approx(best.objective, rel=1e-6)
+            assert found.bound == pytest.approx(best.objective, rel=1e-6)
+    assert proved >= 2
+
+
+def test_more_messages_raise_the_bound_at_the_same_prices(
+    solved: list[tuple[Problem, Solution]],
+) -> None:
+    risen = 0
+    for problem, best in solved:
+        multipliers = Multipliers(flatten(problem))
+        multipliers.choose()
+        before = multipliers.prove()
+        multipliers.settle(40)
+        risen += before < multipliers.prove() <= best.objective
+        assert multipliers.proof.bound <= best.objective
+    assert risen >= 2
+
+
+def test_memory_at_a_price_costs_its_bytes_at_every_time(
+    solved: list[tuple[Problem, Solution]],
+) -> None:
+    for problem, _ in solved:
+        flat = flatten(problem)
+        prices = np.random.default_rng(0).random(len(flat.base))
+        expected = flat.cost + flat.table() @ prices
+        assert np.allclose(flat.priced(prices), expected, rtol=1e-12)
 
 
 def test_little_work_suffices_to_come_near_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,19 @@ class Flat:
         np.subtract.at(change, self.span[:, 2], amounts)
         return self.base + np.cumsum(change)[:-1]
 
+    def weighed(self, rates: Floats) -> Floats:
+        """Returns for every choice the sum of the bytes of its pieces, each times its rate."""
+        lengths = np.diff(self.held)
+        owner = np.repeat(self.start[self.span[:, 0]] - self.held[:-1], lengths)
+        owner += np.arange(len(owner))
+        paid = np.repeat(rates, lengths) * self.nbytes
+        return np.bincount(owner, paid, len(self.cost)).astype(np.float64)
+
+    def priced(self, prices: Floats) -> Floats:
+        """Returns the cost of every choice, with its bytes at every time at a price."""
+        paid = np.append(0.0, np.cumsum(prices))
+        return self.cost + self.weighed(paid[self.span[:, 2]] - paid[self.span[:, 1]])
+
     def table(self) -> Floats:
         """Returns the bytes of every choice at every time, shape (choices, times)."""
         table = np.zeros((len(self.cost), len(self.base)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 RESERVE, MOST_RESERVE = 0.05, 6.0  # of the time limit, and in seconds, for the last step
 
@@ -53,6 +55,20 @@ class Budget:
     def over(self) -> bool:
         """Returns whether time or work has come to its end."""
         return self.unspent() == 0 or self.left() == 0
+
+    @contextmanager
+    def within(self, share: float) -> Iterator[None]:
+        """Ends time and work after a share of what is left now, until the context is left."""
+        time_limit, work = self.time_limit, self.work
+        if time_limit < math.inf:
+            self.time_limit -= (1 - share) * self.left()
+        if work < math.inf:
+            self.work -= (1 - share) * self.unspent()
+        try:
+            yield
+        finally:
+            self.done = min(self.done, self.work)
+            self.time_limit, self.work = time_limit, work
 
     def part(self, share: float) -> Part:
         """Returns a part of what is left now."""

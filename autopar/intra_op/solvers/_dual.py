@@ -50,7 +50,7 @@ class Dual:
         """Returns the problem without choices and pairs that no solution within `price` uses."""
         flat, graph = self.flat, links(self.flat)
         excess, least = np.zeros(len(flat.cost)), np.zeros(flat.nodes, dtype=np.int64)
-        cost = flat.cost + flat.table() @ self.prices
+        cost = flat.priced(self.prices)
         least_entries = bound(graph, cost, self.messages, excess, least)
         proved = _proved(flat, self.prices, least_entries)
         scale = abs(price) + abs(proved) + float(self.prices @ np.abs(flat.limit - flat.base))

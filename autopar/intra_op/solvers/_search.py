@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -94,6 +95,12 @@ class Search:
         """Returns whether price and bound are within the gap."""
         return self.price < math.inf and self.price - self.bound <= self.gap * abs(self.price)
 
+    @property
+    def near(self) -> bool:
+        """Returns whether the bound is near the price, but not within the gap."""
+        known = self.price < math.inf and self.price - self.bound <= NEAR * abs(self.price)
+        return known and not self.proved
+
     def raise_bound(self, bound: float) -> None:
         """Records a proven bound."""
         if bound > self.bound:
@@ -127,26 +134,44 @@ class Search:
         Returns better memory prices at those times. Pays where few pairs of many can be left: where
         the best price is near the bound.
         """
-        near = self.price < math.inf and self.price - self.bound <= NEAR * abs(self.price)
-        if not near or self.proved or np.isfinite(self.core.matrix).sum() < MANY_PAIRS:
+        if not self.near or np.isfinite(self.core.matrix).sum() < MANY_PAIRS:
             return prices
         half, flat = self.budget.part(0.5), self.core.at(times)
         work = step_work(flat)
         dual = ascend(flat, prices, self.price, lambda *_: half.spent(work), SHRINK_STEPS)
         kept = dual.without(self.price)
+        self.raise_bound(dual.bound)
+        layer = self.cheaper(kept)
+        if layer is not None:
+            self.keep(layer)
+        return dual.prices
+
+    def cheaper(self, kept: Flat) -> Reduced | None:
+        """Reduces the core to the choices and pairs of a problem over the same ones.
+
+        The problem must keep all that choices within the best price use. Returns None if nothing
+        is left: then the best price is proved.
+        """
         try:
-            self.raise_bound(dual.bound)
-            layer = run(replace(self.core, cost=kept.cost, matrix=kept.matrix), self.problem.name)
+            return run(replace(self.core, cost=kept.cost, matrix=kept.matrix), self.problem.name)
         except InfeasibleError:
             self.raise_bound(self.price)
-            return dual.prices
-        self.layers.append(layer)
+            return None
+
+    def keep(self, layer: Reduced) -> None:
+        """Replaces the core by its reduction."""
+        self.layers = [*self.layers, layer]
         self.core = layer.flat
         if self.best is not None:
             self.best = restricted(layer, self.best)
         self.moves = local(self.core.at(self.times))
         self.say(f"below {self.price:.9g}: {self.core.size()}")
-        return dual.prices
+
+    def narrowed(self, layer: Reduced) -> Search:
+        """Returns a search of a reduction of the core, with the same budget and best price."""
+        part = copy(self)
+        part.keep(layer)
+        return part
 
     def offer(self, choice: Ints, repair: bool = True) -> None:
         """Considers a choice for the core, first made to fit and improved unless `repair` is False.

@@ -15,11 +15,12 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints
+from autopar.intra_op.solvers._dual import Dual
 from autopar.intra_op.solvers._large.forest import forest, forests
 from autopar.intra_op.solvers._large.kicks import polish, repair
 from autopar.intra_op.solvers._large.usage_tree import held, usage
 from autopar.intra_op.solvers._moves import local, price
-from autopar.intra_op.solvers._trws import lower_bound, sweep
+from autopar.intra_op.solvers._trws import lower_bound, sweep, sweeps
 
 FORESTS = 2  # at a time
 POLISHES = 3  # sweeps over single nodes
@@ -33,13 +34,13 @@ class Multipliers:
     Attributes:
         flat: the problem.
         prices: seconds per byte at each time.
-        bound: the best lower bound so far, in seconds.
+        proof: the best lower bound so far, with its prices and messages.
         met: whether each choice of a node was part of a cheap choice.
     """
 
     def __init__(self, flat: Flat, seed: int = 0) -> None:
         self.flat, self.seed = flat, seed
-        self.moves, self.bound, self.steps = local(flat), -np.inf, 0
+        self.moves, self.steps = local(flat), 0
         self.space = forest(self.moves)
         self.messages = np.zeros(int(self.moves.graph.message[-1]))
         self.guess = np.zeros(flat.nodes, dtype=np.int64)
@@ -52,26 +53,16 @@ class Multipliers:
         room = flat.limit - flat.base - np.cumsum(change)[:-1]
         self.room = np.maximum(room, 1e-6 * flat.limit) if len(room) else room
         self.prices = np.zeros(len(flat.base))
+        self.proof = Dual(flat, self.prices, self.messages.copy(), -np.inf, ())
 
     def begin(self) -> None:
         """Gives every time a first price, once the bound without memory is known."""
         self.prove()
-        self.prices = FIRST * abs(self.bound) / max(len(self.room), 1) / self.room
+        self.prices = FIRST * abs(self.proof.bound) / max(len(self.room), 1) / self.room
 
     def cost(self) -> Floats:
         """Returns the cost of every choice, with its memory priced."""
-        paid = np.append(0.0, np.cumsum(self.prices))
-        return self.flat.cost + self._weighed(
-            paid[self.flat.span[:, 2]] - paid[self.flat.span[:, 1]]
-        )
-
-    def _weighed(self, rates: Floats) -> Floats:
-        """Returns for every choice the sum of the bytes of its pieces, each times its rate."""
-        flat, lengths = self.flat, np.diff(self.flat.held)
-        owner = np.repeat(flat.start[flat.span[:, 0]] - flat.held[:-1], lengths)
-        owner += np.arange(len(owner))
-        paid = np.repeat(rates, lengths) * flat.nbytes
-        return np.bincount(owner, paid, len(flat.cost)).astype(np.float64)
+        return self.flat.priced(self.prices)
 
     def choose(self) -> Ints:
         """Returns a cheap choice at the present prices; it need not fit.
@@ -104,14 +95,20 @@ class Multipliers:
         over /= min(max(float(over.max()), LEAST), MOST)
         self.prices = self.prices * np.exp(length * np.clip(over, -1.0, 1.0))
 
+    def settle(self, count: int) -> None:
+        """Passes messages at the present prices, in an even number of sweeps."""
+        sweeps(self.moves.graph, self.cost(), self.messages, self.guess, 0, count)
+
     def prove(self) -> float:
         """Returns the best bound so far, after that of the present prices and messages."""
         flat, least = self.flat, self.guess.copy()
         refund = float(self.prices @ (flat.limit - flat.base))
         seconds = lower_bound(self.moves.graph, self.cost(), self.messages, least)
         rounding = 1e-12 * (abs(seconds) + abs(refund) + abs(flat.total))
-        self.bound = max(self.bound, seconds + flat.total - refund - rounding)
-        return self.bound
+        bound = seconds + flat.total - refund - rounding
+        if bound > self.proof.bound:
+            self.proof = Dual(flat, self.prices, self.messages.copy(), bound, ())
+        return self.proof.bound
 
     def price(self, choice: Ints) -> float:
         """Returns the seconds of a choice."""
@@ -124,7 +121,7 @@ class Multipliers:
     def lightest(self) -> Ints:
         """Returns the choice of the least bytes, each weighed by how long it is held."""
         flat = self.flat
-        weight = self._weighed((flat.span[:, 2] - flat.span[:, 1]).astype(np.float64))
+        weight = flat.weighed((flat.span[:, 2] - flat.span[:, 1]).astype(np.float64))
         weight[np.isinf(flat.cost)] = np.inf
         return np.array([int(np.argmin(weight[a:b])) for a, b in pairwise(flat.start.tolist())])
 

@@ -10,24 +10,32 @@ Integer programs find no choice that fits here in a minute. The search has four 
 3. The prices of the whole problem change again, from those of the small one on, by small steps.
 4. The cheapest choice that fits is kicked (`kicks`).
 
+A choice or pair of choices with which the bound exceeds the best price is in no cheaper solution.
+Without all of these, the problem still has every cheaper solution, so that its bounds, and the best
+price if they exceed that, are bounds of the whole problem. If the reductions leave little of it,
+integer programs solve it: before and after parts 2 and 3, and at the end.
+
 Work is counted, so that a seed gives the same choice wherever time does not run out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.intra_op.reduce import run
 from autopar.intra_op.reduce.flat import Flat, Ints
 from autopar.intra_op.reduce.run import Reduced
 from autopar.intra_op.solvers._budget import Budget
+from autopar.intra_op.solvers._integer.closing import close
 from autopar.intra_op.solvers._large.kicks import Walk, anneal
 from autopar.intra_op.solvers._large.multipliers import Multipliers
 from autopar.intra_op.solvers._large.usage_tree import usage
-from autopar.intra_op.solvers._search import Search
+from autopar.intra_op.solvers._search import Relaxation, Search
 
 LARGE = 1_500  # nodes of a core above which integer programs are not tried
 ENTRIES = 500_000  # pairs of choices above which they are not tried either
@@ -43,6 +51,12 @@ FEW, MOST = (
     60,
     0.6,
 )  # steps for which the first part's share of little work or time is raised, to MOST
+SWEEPS, STEP_SWEEPS = 40, 4  # between two bounds at the end, and in the time of a step
+RISE = 1e-5  # relative rise of the bound between these at which to go on
+CLOSING = 0.4  # share of what is left that integer programs have before the last time
+DROP = 30  # steps that take the time of dropping choices
+TIMES = 200  # most times at which memory is limited at first for integer programs
+PRICED = 1e-6  # share of the bound that memory up to the limit costs where it is priced
 WARM = 0.05  # share of the first part without memory
 NOTED = 0.4  # share of the first part whose choices are not merged
 FIRST_FIT, FIT = 5, 20  # steps before the first choice that is made to fit, and most between two
@@ -69,6 +83,7 @@ FIRST = Part(0.2, 0.25, 0.5, 0.02)
 MERGED = Part(0.22, 0.3, 0.1, 0.005)
 AGAIN = Part(0.28, 0.4, 0.1, 0.02)
 KICKS = Part(0.8, 1.0)
+SETTLED = Part(0.5, 0.5)
 
 
 class Progress:
@@ -110,7 +125,7 @@ class _Large:
         self.prices = self.multipliers.prices
 
     def run(self) -> None:
-        """Runs the four parts."""
+        """Runs the four parts, or integer programs once little is left."""
         multipliers = self.multipliers
         self._offer(multipliers, multipliers.lightest())
         needed = FEW * _pairs(multipliers.flat) / PAIRS
@@ -122,11 +137,60 @@ class _Large:
             first.done += 1
         multipliers.begin()
         self._change_prices(multipliers, first, FIRST)
-        if self.choice is not None and not self.search.done:
-            self._merge(self.choice)
-            multipliers.prices, multipliers.choice = self.prices, self.choice.copy()
-            self._change_prices(multipliers, self._progress(AGAIN, multipliers.flat), AGAIN)
+        if self.choice is None or self.search.done or self._closed(CLOSING):
+            return
+        self._merge(self.choice)
+        multipliers.prices, multipliers.choice = self.prices, self.choice.copy()
+        self._change_prices(multipliers, self._progress(AGAIN, multipliers.flat), AGAIN)
+        if not self._closed(CLOSING):
             self._kick(self.choice)
+            self._settle()
+            self._closed(1.0, math.inf)
+
+    def _closed(self, share: float, most: float = LARGE) -> bool:
+        """Solves what cheaper choices can use, if that is little; returns whether that proves all.
+
+        Args:
+            share: of the work and time that are left.
+            most: nodes above which integer programs are not tried.
+        """
+        search, proof, budget = self.search, self.multipliers.proof, self.search.budget
+        if not search.near or search.done:
+            return search.proved
+        self.work -= DROP * _pairs(proof.flat) / PAIRS
+        layer = search.cheaper(proof.without(search.price))
+        if layer is None or layer.flat.nodes > most or len(layer.flat.matrix) > ENTRIES:
+            return search.proved
+        paid = proof.prices * (proof.flat.limit - proof.flat.base)
+        dearest = np.sort(np.argsort(paid)[-TIMES:])
+        times = dearest[paid[dearest] > PRICED * abs(proof.bound)]
+        budget.done = search.work - self.work
+        part = search.narrowed(layer)
+        try:
+            with budget.within(share):
+                close(part, Relaxation(part, times, proof.prices[times]))
+        except InfeasibleError:
+            part.raise_bound(search.price)  # nothing is left
+        self.work = search.work - budget.done
+        search.raise_bound(part.bound)
+        if part.price < search.price and part.best is not None:
+            self.choice = layer.expand(part.best)
+            search.offer(self.choice, repair=False)
+            self.price = search.price
+        return search.proved
+
+    def _settle(self) -> None:
+        """Passes more messages at the prices of the best bound, which raises it."""
+        search, multipliers = self.search, self.multipliers
+        multipliers.prices = multipliers.proof.prices
+        multipliers.messages = multipliers.proof.messages.copy()
+        progress, risen = self._progress(SETTLED, multipliers.flat), math.inf
+        while progress.share() < 1 and risen > RISE * search.scale() and not search.done:
+            before = multipliers.proof.bound
+            multipliers.settle(SWEEPS)
+            progress.done += SWEEPS // STEP_SWEEPS
+            search.raise_bound(multipliers.prove())
+            risen = multipliers.proof.bound - before
 
     def _progress(self, part: Part, flat: Flat) -> Progress:
         """Returns the progress of a part in which prices change."""
