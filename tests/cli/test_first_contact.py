@@ -42,7 +42,7 @@ def run(code: str, *words: str, **changed: str | None) -> subprocess.CompletedPr
     environment = {name: value for name, value in {**os.environ, **changed}.items() if value}
     return subprocess.run(
         [sys.executable, "-c", code, *words],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
+        capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
 
 
