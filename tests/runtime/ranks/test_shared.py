@@ -141,6 +141,8 @@ def test_groups_are_shared_and_given_back(function: Callable[[str], None], tmp_p
 
 
 def many(folder: str, closes: bool) -> list[tuple[int, int, int]]:
+    with torch.profiler.profile():  # starts a thread of torch's own, which stays
+        torch.ones(1).sum()
     counts = [taken()]
     for number in range(40):
         made, batch = (program, pipeline)[number % 2](SQUARE)
