@@ -7,6 +7,11 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example may take long on a busy machine.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # Tensors are tiny and workers share the cores: threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -69,6 +69,17 @@ CLOCKS = {
     "autopar.intra_op.solvers.propagate": _REPORTS,
     "autopar.intra_op.solvers.pulp": _REPORTS,
 }
+_LOOKS = "looks again and again whether something has ended, and kills what hangs"
+CLOCKS_OF_TESTS = {
+    "tests.cost.test_measured_host": "a slow operator, whose least seconds are known",
+    "tests.intra_op.test_budget": "replaces a clock",
+    "tests.programs.test_lost_replicas": "replaces a clock",
+    "tests.programs.test_step_metrics": "a late rank, for which another has begun to wait",
+    "tests.runtime.ranks.kills": _LOOKS,
+    "tests.runtime.ranks.test_endings": "a loader that never ends",
+    "tests.runtime.ranks.test_failure": _LOOKS,
+    "tests.runtime.ranks.test_shared": _LOOKS,
+}
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
     "autopar.capture.dtypes.autocast": "asks autocast what it casts",
@@ -89,10 +100,10 @@ CYCLES: dict[frozenset[str], str] = {}
 
 
 @cache
-def modules() -> dict[str, tuple[Path, ast.Module]]:
+def modules(folder: str = "autopar") -> dict[str, tuple[Path, ast.Module]]:
     """Module -> its file and its syntax tree."""
     made = {}
-    for path in sorted((ROOT / "autopar").rglob("*.py")):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         made[name] = (path, ast.parse(path.read_text()))
@@ -212,14 +223,27 @@ def test_private_torch_stays_in_named_files() -> None:
 def test_planning_reads_no_clock() -> None:
     """A clock that decides what is planned makes plans depend on what else the machine does."""
     rooms = ("cli", "session", "runtime", "launch")
-    reading = {
+    planning = {
         name: "time"
-        for name, (_, tree) in modules().items()
+        for name in read_clocks("autopar")
         if name.split(".")[1:2] and name.split(".")[1] not in rooms
+    }
+    check(dict(planning), CLOCKS)
+
+
+def read_clocks(folder: str) -> list[str]:
+    """The modules that import Python's clocks."""
+    return [
+        name
+        for name, (_, tree) in modules(folder).items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Import) and "time" in {alias.name for alias in node.names}
-    }
-    check(dict(reading), CLOCKS)
+    ]
+
+
+def test_tests_read_no_clock() -> None:
+    """A test that measures seconds fails on a busy machine; `tests.support.work` counts calls."""
+    check(dict.fromkeys(read_clocks("tests"), "time"), CLOCKS_OF_TESTS)
 
 
 @pytest.mark.parametrize("room", ["ir", "plan"])

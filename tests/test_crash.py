@@ -30,7 +30,7 @@ def test_a_crash_ends_the_run_and_is_named(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,  # a run that waits for its crashed process never ends
+        timeout=600,  # a run that waits for its crashed process never ends
     )
     assert ran.returncode == 1, ran.stdout
     assert "crashed while running 'test_a.py::test_crash'" in ran.stdout

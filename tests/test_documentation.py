@@ -44,7 +44,6 @@ def in_shell(command: str, folder: Path) -> str:
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     result = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout

@@ -6,7 +6,6 @@ import json
 import math
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,13 @@ def test_transformers_finds_the_loss_without_a_warning(
         assert loss.__name__ == "ForCausalLMLoss"
 
 
-def largest() -> tuple[int, int, float]:
-    """The bytes of its parameters, by how many KiB the process grew, and its seconds."""
+def largest() -> tuple[int, int]:
+    """The bytes of its parameters, and by how many KiB the process grew."""
     zoo.build("llama-3.1-405b", layers=1)  # brings in the libraries
-    before, start = peak(), time.process_time()
+    before = peak()
     model = zoo.build("llama-3.1-405b")
-    seconds = time.process_time() - start
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return nbytes, peak() - before, seconds
+    return nbytes, peak() - before
 
 
 def peak() -> int:
@@ -93,10 +91,9 @@ def peak() -> int:
 
 
 def test_the_largest_model_allocates_nothing() -> None:
-    ((nbytes, growth, seconds),) = run_ranks(largest, count=1)
+    ((nbytes, growth),) = run_ranks(largest, count=1)
     assert nbytes > 800e9  # the weights would take this many bytes
     assert growth < 1024**2  # 1 GiB in KiB
-    assert seconds < 60
 
 
 def test_layers_replaces_the_number_of_blocks() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
+from autopar.ir.units import parse_whole
 
 KINDS = ("selective", "full")
 CORE, SAVE = "core", "save"
@@ -58,7 +59,7 @@ class Recompute:
     def parse(cls, text: str) -> Recompute:
         """Parses "full 8"; raises PlanError for anything else."""
         kind, _, blocks = text.rpartition(" ")
-        return cls(kind, int(blocks) if blocks.isdecimal() else 0)
+        return cls(kind, parse_whole(blocks) or 0)
 
 
 def is_kind(text: str) -> bool:
@@ -70,9 +71,8 @@ def is_kind(text: str) -> bool:
 def _every(word: str) -> tuple[str, int] | None:
     """Parses "linear:2" into an operator and 2; None if it is no such word."""
     name, colon, every = word.partition(":")
-    if name not in NAMES or (colon and not (every.isdecimal() and int(every))):
-        return None
-    return NAMES[name], int(every or 1)
+    number = parse_whole(every) if colon else 1
+    return (NAMES[name], number) if name in NAMES and number else None
 
 
 def kept_products(nodes: Sequence[Node], kind: str) -> dict[str, bool]:

@@ -1,6 +1,8 @@
-"""Bytes and seconds in a readable form."""
+"""Bytes and seconds in a readable form, and whole numbers as users write them."""
 
 from __future__ import annotations
+
+import re
 
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -20,3 +22,8 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.2g} us" if seconds else "0 s"
+
+
+def parse_whole(word: str) -> int | None:
+    """Returns the number that one to nine decimal digits write; None for any other text."""
+    return int(word) if re.fullmatch("[0-9]{1,9}", word) else None

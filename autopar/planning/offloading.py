@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.recompute import run_names
-from autopar.ir.units import format_bytes
+from autopar.ir.units import format_bytes, parse_whole
 from autopar.planning.recomputation import Branch, faster
 from autopar.stage_plan import StagePlan
 
@@ -85,8 +85,8 @@ def parse_offload(graph: Graph, wanted: str) -> Offload:
         kind, _, number = part.strip().partition(" ")
         if kind == "optimizer" and not number:
             optimizer = True
-        elif kind == "activations" and (not number or (number.isdecimal() and int(number) > 0)):
-            most = int(number) if number else math.inf
+        elif kind == "activations" and (not number or parse_whole(number)):
+            most = parse_whole(number) or math.inf
             pairs = zip(run_names(graph), graph.repeats, strict=True)
             blocks = {name: int(min(most, repeat.count)) for name, repeat in pairs}
         else:

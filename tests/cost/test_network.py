@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import CostError, MeshError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from tests.support.work import calls_of
 
 H100, V100 = (next(d for d in devices() if d.name == name) for name in ("H100", "V100"))
 
@@ -205,11 +205,17 @@ def test_rings_of_a_group_share_no_link() -> None:
     assert rings(pairs, tuple(range(8))) == 6
 
 
-def test_pricing_is_quick() -> None:
-    """A thousand different collectives, more than a large model has, in well under a second."""
-    model = AnalyticModel(Mesh.parse("H100: node=64, gpu=8"))
-    began = time.process_time()
-    for step in range(1000):
-        for axes in (("gpu",), ("node", "gpu")):
-            model.collective(Collective("all_reduce", axes, 1000 * step))
-    assert time.process_time() - began < 0.5
+def test_pricing_takes_no_more_calls_for_more_devices_or_after_more_prices() -> None:
+    """A large model has a thousand different collectives."""
+
+    def price(nodes: int, count: int) -> None:
+        model = AnalyticModel(Mesh.parse(f"H100: node={nodes}, gpu=8"))
+        for step in range(count):
+            for axes in (("gpu",), ("node", "gpu")):
+                model.collective(Collective("all_reduce", axes, 1000 * step))
+
+    price(2, 10)  # reads the tables
+    none, few, many = (calls_of(lambda n=n: price(64, n)) for n in (0, 100, 1000))
+    assert few - none < 200 * 150
+    assert many - none < 2000 * 150
+    assert calls_of(lambda: price(4096, 100)) < 1.1 * few

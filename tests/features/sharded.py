@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,7 +86,7 @@ def judged(cases: Sequence[Case], at_once: int = 40) -> Iterator[tuple[Case, lis
         some = left[:at_once]
         with tempfile.TemporaryDirectory() as place:
             torch.save([train(case.recipe) for case in some], Path(place) / "oracles.pt")
-            ranks = run_ranks(outcomes, some, place, patience=timedelta(minutes=10))
+            ranks = run_ranks(outcomes, some, place)
         for number in range(len(ranks[0])):
             yield some[number], [rank[number] for rank in ranks]
         left = left[len(ranks[0]) :]

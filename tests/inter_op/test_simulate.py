@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import defaultdict
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from autopar.inter_op.schedule_time import StageCost, prepare, simulate
 from autopar.inter_op.schedules import exact, schedule
 from autopar.ir.action import Action, parse_row
 from autopar.ir.pipeline_step import Wiring
+from tests.support.work import calls_of
 
 
 def play(made: Schedule, costs: list[StageCost], transfers: list[float]) -> dict[Action, float]:
@@ -234,19 +234,20 @@ def test_a_trace_holds_every_action_in_microseconds() -> None:
     assert runs["F1.0"]["tid"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", exact())
-def test_large_schedules_are_simulated_in_a_tenth_of_a_second(name: str) -> None:
-    """Processor time of a run of 16 ranks and 256 microbatches, and of preparing it."""
-    made = schedule(name, 16, 256)
-    costs, transfers = [StageCost()] * made.stages, [0.1] * (made.stages - 1)
-    simulate(made, costs, transfers)  # compiles
-    took = []
-    for _ in range(3):
-        began = time.process_time()
+def test_a_schedule_is_prepared_action_by_action_and_run_in_compiled_loops(name: str) -> None:
+    """Of 16 ranks; a run makes as many calls for many microbatches as for few."""
+
+    def counts(microbatches: int) -> tuple[int, int, int]:
+        made = schedule(name, 16, microbatches)
+        costs, transfers = [StageCost()] * made.stages, [0.1] * (made.stages - 1)
+        simulate(made, costs, transfers)  # compiles
         ready = prepare(made)
-        middle = time.process_time()
-        ready.run(costs, transfers)
-        took.append((middle - began, time.process_time() - middle))
-    assert min(sum(both) for both in took) < 0.1
-    assert min(second for _, second in took) < 0.02
+        preparing, running = (
+            calls_of(run) for run in (lambda: prepare(made), lambda: ready.run(costs, transfers))
+        )
+        return sum(map(len, made.rows)), preparing, running
+
+    (few, preparing, running), (many, preparing_many, running_many) = map(counts, (32, 96))
+    assert preparing_many - preparing < 16 * (many - few)
+    assert running_many == running < 1000

@@ -86,7 +86,13 @@ def test_the_last_product_is_not_needed_again() -> None:
     assert selective.operators < full.operators
 
 
-@pytest.mark.parametrize("text", ["full", "full 0", "some 3", "full -1", "full x", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "full", "full 0", "some 3", "full -1", "full x", "full ²", "full " + "9" * 5000,
+        "save linear: 1", "save linear:0 1", "save linear:" + "9" * 5000 + " 1", "",
+    ],
+)  # fmt: skip
 def test_what_says_nothing(text: str) -> None:
     with pytest.raises(PlanError, match="not a valid recomputation"):
         Recompute.parse(text)

@@ -87,8 +87,9 @@ def test_schedules_by_text() -> None:
     assert groups_for("1f1b", 4, 8) == 4
     assert groups_for("interleaved_1f1b chunks=2", 4, 8) == 2
     assert groups_for("zb_v", 4, 8) == 2
-    with pytest.raises(ScheduleError, match="cannot read"):
-        read_schedule("1f1b chunks")
+    for text in ("1f1b chunks", "1f1b chunks=²", "1f1b chunks=" + "9" * 5000):
+        with pytest.raises(ScheduleError, match="cannot read"):
+            read_schedule(text)
     with pytest.raises(ScheduleError, match="does not take"):
         schedule_of("1f1b chunks=2", 2, 4)
     with pytest.raises(ScheduleError, match="there is no schedule"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,7 +29,6 @@ def apart(folder: str, ahead: int) -> tuple[int, int, float]:
         and the seconds that this rank waited.
     """
     store = FileStore(f"{folder}/store{ahead}", 2)
-    store.set_timeout(timedelta(seconds=30))
     method = Method(f"bounded_staleness ahead={ahead}", 4, 0, lambda *_: 0, lambda *_: 0)
     program, batches = program_of(method, 1, "sgd", 2, pins=PINS)
     pipeline, arrive, done = program._executor, Sums.arrive, 0

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint import safetensors_files as storage
 from autopar.runtime.checkpoint.values import DTYPES
 from tests.runtime.checkpoint.test_checkpoint import contents, full_disk
-from tests.runtime.ranks.test_failure import LIMIT, run
+from tests.runtime.ranks.test_failure import run
 from tests.support import models
 from tests.support.parity import WithLoss
 from tests.support.ranks import run_ranks
@@ -141,7 +140,6 @@ def die_while_saving(rank: int, folder: Path) -> None:
         write(tensors, path)
         if rank == WHO:
             os.truncate(path, path.stat().st_size // 2)
-            (folder / "failed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     storage.save_file = half
@@ -162,9 +160,10 @@ def resume(folder: str, mesh: str) -> list[float]:
 def test_a_run_goes_on_elsewhere_after_a_rank_died_in_a_save(tmp_path: Path) -> None:
     ends = run(die_while_saving, tmp_path, "file")
     assert ends[WHO].status == -signal.SIGKILL
-    assert all(end.seconds < LIMIT for end in ends)
     for rank in set(range(4)) - {WHO}:
-        assert (tmp_path / f"{rank}.error").exists(), ends[rank].stderr
+        error = tmp_path / f"{rank}.error"  # unless its process was ended in the save
+        said = ends[rank].stderr + (error.read_text() if error.exists() else "")
+        assert f"rank {WHO} was lost" in said, said
         same(json.loads((tmp_path / f"{rank}.json").read_text()), alone(0.1)[0][: SAVED + 1])
     for losses in run_ranks(resume, str(tmp_path), PAIR, count=2):
         same(losses, alone(0.1)[0][SAVED:])

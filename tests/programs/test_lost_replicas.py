@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +20,13 @@ from torch import Tensor
 import autopar
 from autopar.errors import OptionError, ProgramError
 from autopar.ir.replicas.outer_value import Outer
-from autopar.runtime.outer import survivors
+from autopar.runtime.outer import membership, survivors
+from autopar.runtime.outer.membership import Attendance
 from tests.programs.test_outer import OPTIMIZERS, loss, model
 from tests.support.ranks import forking
 
 STEPS, KILLED_AT, ROWS, TAU = 8, 5, 4, 2
+HANG = 600.0  # seconds after which a process counts as hanging
 
 
 def batch(step: int, replicas: int) -> dict[str, Tensor]:
@@ -30,12 +35,29 @@ def batch(step: int, replicas: int) -> dict[str, Tensor]:
             "labels": torch.randint(4, (ROWS * replicas,))}  # fmt: skip
 
 
+def count_heartbeats(living: Sequence[int]) -> None:
+    """Lets heartbeats of the slowest of these ranks be the clock, by which others fall silent."""
+    lost, now = Attendance._lost, 0.0
+
+    def by_heartbeats(self: Attendance, again: bool = False) -> set[int]:
+        nonlocal now
+        signs = [self._sign(rank) for rank in living]
+        counts = [int(self._board.get(s)) if self._board.check(s) else 0 for s in signs]
+        now = membership._BEAT * min(counts)
+        return lost(self, again)
+
+    membership.time = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)  # type: ignore
+    Attendance._lost = by_heartbeats  # type: ignore[method-assign]
+
+
 def run(rank: int, folder: str, outer: str, mesh: str, victim: int, how: dict[str, Any]) -> None:
     """Trains on one rank, of which one kills itself, and writes what it has in the end."""
     survivors.SILENT = 3.0
     torch.set_num_threads(1)
     devices = autopar.Mesh.parse(mesh)
-    replicas = Outer.parse(outer).count(devices)
+    every = Outer.parse(outer).replicas(devices)
+    count_heartbeats([rank for ranks in every if victim not in ranks for rank in ranks])
+    replicas = len(every)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=devices.size
     )
@@ -72,7 +94,7 @@ def survive(outer: str, mesh: str, victim: int, how: dict[str, Any]) -> dict[int
             for process in processes:
                 process.start()
         for process in processes:
-            process.join(120)
+            process.join(HANG)
         running = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for rank in running:
             processes[rank].kill()

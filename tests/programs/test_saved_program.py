@@ -88,7 +88,6 @@ def run(*command: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

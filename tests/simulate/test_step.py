@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -31,6 +30,7 @@ from autopar.simulate import Settings, Task, Timeline, run, tasks
 from autopar.simulate.timeline import cause_of
 from autopar.stage_plan import StagePlan
 from tests.support.memory import measured_step, simulated_levels
+from tests.support.work import calls_of
 
 MESH = "A100-80: data=2, tensor=4"
 PLANS = {
@@ -304,15 +304,20 @@ def test_copies_read_and_write_what_messages_hold(state: str, graph: Graph) -> N
     )
 
 
-@pytest.mark.slow
-def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
+def test_simulating_a_deeper_model_takes_calls_by_the_layer(
     graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
-    deep, plan = deepened(graph, 126), plans["megatron"]
-    work, model = kernels(deep, plan), AnalyticModel(plan.mesh)
-    began = time.process_time()
-    run(tasks(deep, plan, work, model, Settings(overlap=frozenset({"gradient"}))), model, 1.189)
-    assert time.process_time() - began < 2
+    plan = plans["megatron"]
+    model = AnalyticModel(plan.mesh)
+
+    def count(layers: int) -> int:
+        deep = deepened(graph, layers)
+        work, settings = kernels(deep, plan), Settings(overlap=frozenset({"gradient"}))
+        return calls_of(lambda: run(tasks(deep, plan, work, model, settings), model, 1.189))
+
+    count(4)  # prices once
+    few, more, most = map(count, (8, 16, 32))
+    assert most - more == pytest.approx(2 * (more - few), rel=0.01)
 
 
 def test_a_trace_holds_every_task_that_takes_time(

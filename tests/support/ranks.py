@@ -26,6 +26,8 @@ from autopar.runtime.ranks.processes import from_first_rank
 from tests.support import staged
 from tests.support.chips import ON_GPU
 
+# After which a collective counts as hanging: far more than a busy machine makes a rank wait.
+PATIENCE = timedelta(minutes=10)
 # Where sessions capture: calls of a model, and the two of a generation.
 CAPTURES = (("compiler", "capture_parts"), ("generation.pair", "capture_generation"))
 
@@ -106,7 +108,7 @@ def run_ranks(
     *args: Any,
     count: int = 4,
     start: str = "forkserver",
-    patience: timedelta = timedelta(minutes=1),
+    patience: timedelta = PATIENCE,
     captures: bool = False,
 ) -> list[Any]:
     """What `function(*args)` returns on each of `count` ranks, in rank order.

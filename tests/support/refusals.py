@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +34,10 @@ def squared(output: Tensor) -> Tensor:
 
 
 def refused(kind: type[AutoparError], call: Callable[[], Any]) -> AutoparError:
-    """The error of just that kind that a call raises, soon."""
-    start = time.process_time()
+    """The error of just that kind that a call raises."""
     with pytest.raises(kind) as caught:
         call()
     assert type(caught.value) is kind
-    assert time.process_time() - start < 20
     return caught.value
 
 

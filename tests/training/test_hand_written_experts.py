@@ -16,8 +16,8 @@ from autopar.operators.mixture import MIXTURE
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
+from tests.support import expert_loops
 from tests.support.expert_loops import (
-    EXPERTS,
     MIXTURES,
     WIDTH,
     Gated,
@@ -50,7 +50,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """
     torch.manual_seed(0)
     model = Layers(BODIES[name], (Plain, Gated)[len(name) % 2]).double()
-    chosen = [0, EXPERTS - 1] if name == "identity" else [0, 1]
+    chosen = [0, expert_loops.EXPERTS - 1] if name == "identity" else [0, 1]
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("router.bias"):
@@ -66,8 +66,9 @@ def train_whole(name: str) -> Run:
     return Run(losses, dict(model.state_dict()))
 
 
-def train(jobs: Jobs) -> dict[tuple[str, str], Run]:
+def train(jobs: Jobs, experts: int) -> dict[tuple[str, str], Run]:
     """The runs of this rank."""
+    expert_loops.EXPERTS = experts
     compiler = importlib.import_module("autopar.session.compiler")
     runs = {}
     for (name, way), captured in jobs.items():
@@ -87,7 +88,7 @@ def check(pairs: list[tuple[str, str]], count: int) -> None:
         captured = capture_graph(model, (), batch, Options(), Trace(None))
         assert any(node.op == MIXTURE for node in captured.graph.nodes), name
         jobs[name, way] = captured
-    ranks = run_ranks(train, jobs, count=count)
+    ranks = run_ranks(train, jobs, expert_loops.EXPERTS, count=count)
     for name, way in pairs:
         whole = train_whole(name)
         runs = [rank[name, way] for rank in ranks]
@@ -101,5 +102,7 @@ def test_ranks_without_a_token_and_dropout() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "pair"])
-def test_every_loop_on_four_ranks(way: str) -> None:
+def test_every_loop_on_four_ranks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five experts: as many as ranks or more, and unevenly split."""
+    monkeypatch.setattr(expert_loops, "EXPERTS", 5)
     check([(name, way) for name in BODIES], 4)

@@ -19,6 +19,7 @@ from autopar.errors import OptionError
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import part_of
+from autopar.ir.units import parse_whole
 from autopar.operators.attention.sequence_forms import KINDS, SEEN, seen
 from autopar.operators.form import Part
 
@@ -47,9 +48,9 @@ class DocumentLengths:
         words = text.split()
         if words in ([], [UNKNOWN]):
             return cls()
-        plain = all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words)
-        if plain and len(words) <= _LENGTHS:
-            return cls(tuple(map(int, words)))
+        lengths = [length for word in words if (length := parse_whole(word))]
+        if len(lengths) == len(words) <= _LENGTHS:
+            return cls(tuple(lengths))
         raise OptionError(
             f"cannot read the lengths of documents {text[:50]!r}",
             todo=f'write "{UNKNOWN}", "512", or a sample of lengths in positions, "4096 512 128"',

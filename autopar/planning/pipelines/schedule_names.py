@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
+from autopar.ir.units import parse_whole
 
 
 def read_schedule(text: str) -> tuple[str, dict[str, int]]:
@@ -17,13 +18,14 @@ def read_schedule(text: str) -> tuple[str, dict[str, int]]:
     options = {}
     for option in rest:
         key, equals, value = option.partition("=")
-        if not equals or not value.isdigit():
+        number = parse_whole(value)
+        if not equals or number is None:
             raise ScheduleError(
                 f"cannot read {option!r} of the schedule {text!r}",
                 why="options follow the name, each as key=number",
                 todo='write e.g. "interleaved_1f1b chunks=2"',
             )
-        options[key] = int(value)
+        options[key] = number
     return name, options
 
 

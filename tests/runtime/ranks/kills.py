@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from tests.runtime.ranks.test_failure import served_store
+from tests.runtime.ranks.test_failure import HANG, NEVER, served_store
 from tests.support import models
 from tests.support.ranks import forking
 
@@ -40,8 +40,8 @@ KINDS = {
     "interleaved": {"stages": 4, "microbatches": 4, "schedule": "interleaved_1f1b chunks=2"},
 }
 PIPELINES = ("pipeline", "interleaved")
-TIMEOUT = {signal.SIGKILL: 300.0, signal.SIGSTOP: 30.0}  # of the process group, seconds
-BOUND = {signal.SIGKILL: 60.0, signal.SIGSTOP: 90.0}  # in which survivors end
+# Of the process group: only those of a rank that is stopped end by it.
+TIMEOUT = {signal.SIGKILL: NEVER, signal.SIGSTOP: timedelta(seconds=30)}
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def train(rank: int, folder: str, kill: Kill) -> None:
     with open(place / f"{rank}.err", "w") as file:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    limit = timedelta(seconds=TIMEOUT[kill.how])
     shared = served_store(rank, place) if kill.store == "tcp" else None
     method = None if shared is not None else f"file://{folder}/store"
     dist.init_process_group(
-        "gloo", init_method=method, store=shared, rank=rank, world_size=COUNT, timeout=limit
-    )
+        "gloo", init_method=method, store=shared, rank=rank, world_size=COUNT,
+        timeout=TIMEOUT[kill.how],
+    )  # fmt: skip
     dist.barrier()
     torch.manual_seed(0)
     model, batch = models.mlp((8, 8, 8, 8, 8))
@@ -138,7 +138,7 @@ def play(kill: Kill, folder: Path) -> Outcome:
         for process in ranks:
             process.start()
     marker = f"started-{kill.victim}" if kill.steps < 0 else f"step-{kill.victim}-{kill.steps}"
-    there = until(folder / marker, 300.0)
+    there = until(folder / marker, HANG)
     time.sleep(kill.delay)
     victim = ranks[kill.victim]
     assert victim.pid is not None
@@ -149,7 +149,7 @@ def play(kill: Kill, folder: Path) -> Outcome:
     began = time.monotonic()
     others = {rank: process for rank, process in enumerate(ranks) if rank != kill.victim}
     while any(process.is_alive() for process in others.values()):
-        if time.monotonic() - began > BOUND[kill.how]:
+        if time.monotonic() - began > HANG:
             break
         time.sleep(0.02)
     seconds = time.monotonic() - began

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import autopar
 from autopar.runtime import torch_private
 from autopar.session import compiler
 from autopar.session.session import Session
 from tests.runtime.ranks import kills
-from tests.runtime.ranks.test_failure import COUNT, LIMIT, run
+from tests.runtime.ranks.test_failure import run, wait_until_over
 from tests.support import models
 
 WHO = 2
@@ -27,9 +28,15 @@ MESH = "cpu[1GFLOP/s 64GiB 1GB/s]: x=4 @10GB/s 1us"
 
 
 def train(
-    rank: int, folder: Path, batches: Callable[[int, Path], bool | None], **options: object
+    rank: int,
+    folder: Path,
+    batches: Callable[[int, Path], bool | None],
+    patience: timedelta | None = None,
 ) -> None:
-    """Steps between which rank WHO does something else; errors end as a script's do."""
+    """Steps between which rank WHO does something else; errors end as a script's do.
+
+    From then on collectives give up after `patience`, if given.
+    """
     torch.manual_seed(0)
     model, batch = models.mlp((8, 8, 8))
     try:
@@ -40,19 +47,25 @@ def train(
             example_inputs=batch,
             pins=autopar.pins.data_parallel("x"),
             dump=folder / "dump",
-            **options,  # type: ignore[arg-type]
         )
         for step in range(5):
-            if rank == WHO and step == 3:
-                (folder / "failed").write_text(str(time.time()))
-                if batches(rank, folder):
-                    program.close()
-                    time.sleep(10)  # does something else
-                    return
+            if step == 3 and patience is not None:
+                shorten_time_outs(patience)
+            if step == 3 and rank == WHO and batches(rank, folder):
+                program.close()
+                wait_until_over(folder)  # does something else
+                return
             program.step(**batch)
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         sys.exit(1)
+
+
+def shorten_time_outs(patience: timedelta) -> None:
+    """Of all groups, once all ranks are there: until then they may take as long as they like."""
+    dist.barrier()
+    for group in distributed_c10d._world.pg_map:
+        group._get_backend(torch.device("cpu"))._set_default_timeout(patience)
 
 
 def spinning_loader(rank: int, folder: Path) -> None:
@@ -77,15 +90,7 @@ def close(rank: int, folder: Path) -> None:
 
 
 def spin(rank: int, folder: Path) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/again",
-        rank=rank,
-        world_size=COUNT,
-        timeout=timedelta(seconds=6),
-    )
-    train(rank, folder, spinning_loader)
+    train(rank, folder, spinning_loader, patience=timedelta(seconds=6))
 
 
 def fail(rank: int, folder: Path) -> None:
@@ -99,7 +104,6 @@ def leave(rank: int, folder: Path) -> None:
 def fail_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO fails before its graph is compared with the others'."""
     if rank == WHO:
-        (folder / "failed").write_text(str(time.time()))
         compiler.capture_parts = failing_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
@@ -111,7 +115,6 @@ def failing_capture(*args: object) -> None:
 def die_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO is killed before its graph is compared with the others'."""
     if rank == WHO:
-        (folder / "failed").write_text(str(time.time()))
         compiler.capture_parts = deadly_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
@@ -136,7 +139,6 @@ def test_the_others_end_and_say_why(
 ) -> None:
     ended = run(how, tmp_path, "file")
     for rank, end in enumerate(ended):
-        assert end.seconds < 2 * LIMIT, f"rank {rank} did not end:\n{end.stderr}"
         if rank != WHO:
             assert end.status == 1, end.stderr
             assert "fewer calls" in end.stderr or how is not close

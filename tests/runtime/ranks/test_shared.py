@@ -6,7 +6,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ from autopar.runtime.folder import OpenProgram
 from autopar.runtime.ranks.shared import Peers
 from autopar.session.session import Session
 from tests.support import models
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PATIENCE, run_ranks
 
 MESH = "cpu[1GFLOP/s 64GiB 1GB/s]: x=2 @10GB/s 1us"
 SQUARE = "cpu[1GFLOP/s 64GiB 1GB/s]: x=2, y=2 @10GB/s 1us"
-WAIT = 60.0  # seconds for threads to end
+WAIT = 600.0  # seconds in which threads that do not end count as hanging
 
 
 def program(mesh: str = MESH, **options: object) -> tuple[Session, dict[str, torch.Tensor]]:
@@ -85,7 +84,7 @@ def share(folder: str) -> None:
         staged.save_checkpoint(folder, asynchronous=True)
         # The time-out of the user's group is that of all others.
         limits = {torch_private.timeout_of(group) for group in process_groups()}
-        assert limits == {timedelta(seconds=60)}
+        assert limits == {PATIENCE}
         assert len(process_groups()) > 2
     with pytest.raises(ProgramError, match="the program is closed"):
         staged.step(**batch)
@@ -142,6 +141,8 @@ def test_groups_are_shared_and_given_back(function: Callable[[str], None], tmp_p
 
 
 def many(folder: str, closes: bool) -> list[tuple[int, int, int]]:
+    with torch.profiler.profile():  # starts a thread of torch's own, which stays
+        torch.ones(1).sum()
     counts = [taken()]
     for number in range(40):
         made, batch = (program, pipeline)[number % 2](SQUARE)
