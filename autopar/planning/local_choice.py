@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.replicas.outer_value import Outer
 from autopar.ir.units import format_bytes
-from autopar.ir.update import State, Update
+from autopar.ir.update import OUTER, State, Update
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.local_batches import capture_parts, stage_mesh
@@ -216,7 +216,7 @@ def _unnamed(update: Update, before: Update) -> Update:
     rules = []
     for rule, old in zip(update.rules, before.rules, strict=True):
         further = rule.states[len(old.states) :]
-        states = tuple(State(f"outer_{n}", state.dtype) for n, state in enumerate(further))
+        states = tuple(State(f"{OUTER}{n}", state.dtype) for n, state in enumerate(further))
         rules.append(replace(rule, states=(*old.states, *states)))
     return Update(tuple(rules))
 

@@ -99,7 +99,7 @@ def updated_in(
     if node.requires_grad:
         away = states_of(rule, storage, node.type, mesh, precision, away=True)
     coming = nbytes_in(away, "host")
-    states = coming - nbytes * master
+    read = nbytes_in((kept for kept in away if kept.state.in_steps), "host")
     path = owner_hops(rule, storage, own, mesh) if node.requires_grad else ()
     owned = Owned(node.name, own, rule, path) if path else None
     alone = node.requires_grad and not path
@@ -113,7 +113,7 @@ def updated_in(
         bucketed,
         together,
         cast,
-        states,
+        read - nbytes * master,
         coming,
         owned,
         products_works(rule.products, own) if alone else (),

@@ -36,6 +36,7 @@ from autopar.ir.tensor import DTYPE_BYTES, TensorType
 
 ANY, PARTS, WHOLE, DEALT = "*", "", "whole", "dealt"
 AVERAGE = "average"  # the state that holds a parameter's average
+OUTER = "outer_"  # begins the names of states that only the rounds of local updates read
 _LETTERS = "abcdefgh"
 _STATE = re.compile(r"([^\s\[\],;:]+)(?: (\w+))?\[([^\]]*)\]( on host)?( in the update)?")
 _SHARE = re.compile(r"(?:(\d[\d.e+-]*) )?\*")
@@ -59,6 +60,11 @@ class State:
     extents: str = ANY
     place: str = "device"
     lifetime: str = "kept"
+
+    @property
+    def in_steps(self) -> bool:
+        """Returns whether the update of every step reads and writes it."""
+        return not self.name.startswith(OUTER)
 
     def __str__(self) -> str:
         dtype = f" {self.dtype}" if self.dtype else ""

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from autopar.errors import OptionError
-from autopar.ir.update import State, Update
+from autopar.ir.update import OUTER, State, Update
 
 OFF = "off"
 ANCHOR, AVERAGE = "anchor", "average"  # weights to evaluate
@@ -139,7 +139,7 @@ class Method(ABC):
     def added_to(self, update: Update, goes_on: bool = False) -> Update:
         """Returns the update of a step with the additional states of this method."""
         for name in self.kept(goes_on):
-            update = update.with_state(State(f"outer_{name}"))
+            update = update.with_state(State(OUTER + name))
         return update
 
     def evaluates_anchor(self, evaluate: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.replicas.tau import Tau
+from autopar.ir.update import OUTER
 from autopar.runtime.outer.buckets import Bucket
 from autopar.runtime.outer.method import LateMethod, LearningRates, Method, PromptMethod
 from autopar.runtime.outer.round_clock import FEW, RoundClock, best_tau
@@ -316,7 +317,7 @@ class Rounds:
                 *bucket.states.items(), ("message", bucket.message), ("sent", bucket.sent)
             ):  # fmt: skip
                 if value is not None:
-                    yield f"outer_{name}", value
+                    yield OUTER + name, value
 
     def settle(self) -> None:
         """Waits for messages in flight without applying them."""

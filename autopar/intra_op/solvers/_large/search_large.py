@@ -47,10 +47,8 @@ DRIFT = 0.002  # longest change of the prices between two looks at the clock, as
 LOOK = 0.05  # seconds between two looks at the clock
 TELL = 0.02  # share of the kicks between two reports
 STEPS = 100_000  # most steps of the prices
-FEW, MOST = (
-    60,
-    0.6,
-)  # steps for which the first part's share of little work or time is raised, to MOST
+FEW = 60  # steps for which the first part's share of little work or time is raised ...
+MOST = 0.6  # ... to at most this
 SWEEPS, STEP_SWEEPS = 40, 4  # between two bounds at the end, and in the time of a step
 RISE = 1e-5  # relative rise of the bound between these at which to go on
 CLOSING = 0.4  # share of what is left that integer programs have before the last time
