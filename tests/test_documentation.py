@@ -106,7 +106,7 @@ def summary(printed: str) -> str:
     memory = next(i for i, line in enumerate(lines) if line.startswith("memory a device"))
     table = lines[lines.index("Parameters") + 1 :]
     rows = [row for row in table if re.match(PARAMETERS, row)]
-    solver = re.sub(r", [\d.]+ s(?=;|$)", "", next(row for row in table if row[:4] == "ilp:"))
+    solver = re.sub(r", [\d.]+ s(?=[;,]|$)", "", next(row for row in table if row[:4] == "ilp:"))
     parts = [*lines[start:memory], lines[memory], "", *rows, "...", solver]
     return "".join(f"{line}\n" for line in parts)
 

@@ -119,10 +119,7 @@ def test_its_calibration_gives_its_figures(folder: Path, command: str) -> None:
     else:
         own, closed = (found["step_seconds"] for found in (own, closed))
     step = Plan.load(folder / "plan.toml").predicted.step_seconds
-    # The simulator adds the updates of three parameters, each one kernel of a millisecond or more.
-    more = 0.0 if command == "explain" else own - step
-    assert own - more == pytest.approx(step, rel=1e-9)
-    assert more == 0.0 or 3e-3 <= more < 0.2 * step
+    assert own == pytest.approx(step, rel=1e-9)
     assert closed < step / 10
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from autopar.capture.capture import Captured
+from autopar.intra_op.pins.dims import without_samples
+from autopar.intra_op.rules import rules
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.stage_graphs import cut
@@ -69,7 +71,11 @@ def test_what_is_known_of_stages_is_what_torch_observes(name: str) -> None:
 def test_the_loss_of_a_part_of_a_batch_is_known(name: str) -> None:
     """Its count is an input, and it is multiplied by the number of microbatches."""
     graph = remove_shares(prepared(name))
-    counted = count_whole_batch(graph, 8, lambda n: remove_shares(prepared(name, 4 * n)))
+
+    def scaled(times: int) -> Graph:
+        return remove_shares(prepared(name, 4 * times))
+
+    counted = count_whole_batch(graph, 8, scaled, partial(without_samples, rules()))
     assert counted != graph
     last = find_repeats(cut(counted, ends(counted)[-1:])[1])
     annotated = observations(prepared(name)).annotated(last)

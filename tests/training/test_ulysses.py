@@ -31,6 +31,7 @@ ATTENTION = "model.model.layers.*.self_attn"
 PINS = {
     **{f"{ATTENTION}.{name}": f"[{BATCH}, {ROWS}@gpu, 64]" for name in ("q_proj", "o_proj")},
     **{f"{ATTENTION}.{name}": f"[{BATCH}, {ROWS}@gpu, 32]" for name in ("k_proj", "v_proj")},
+    "model.model.embed_tokens": f"[{BATCH}, {ROWS}@gpu, 64]",  # or it would be exchanged, too
     "%scaled_dot_product_attention*": f"[{BATCH}, 4@gpu, {ROWS}, 16]",
 }
 WAYS: tuple[Fuse, ...] = (True, {PACK: False})
