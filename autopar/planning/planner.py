@@ -243,24 +243,24 @@ class Planner:
         return built if self.repeated else built.with_update(self._updated(built))
 
     def _updated(self, built: Built) -> dict[str, tuple[float, ...]]:
-        """Returns the seconds of a parameter's update for each choice, by its share.
+        """Returns the seconds of the update for each choice of each trained parameter.
 
-        One kernel updates equal parameters of all blocks.
+        One kernel updates the parameters of all blocks of a run that have the same place in them.
         """
-        graph, seconds = self.graph, dict[str, tuple[float, ...]]()
+        graph, options, seconds = self.graph, self.options, dict[str, tuple[float, ...]]()
         for name, choices in zip(built.names, built.options, strict=True):
-            if choices[0].stored is None or not graph[name].requires_grad:
+            if choices[0].storage is None or not graph[name].requires_grad:
                 continue
             leaf, count = graph[graph[name].inputs[0]], graph.multiplicity[name]
-            rule = self.options.update.rule(leaf.target, leaf.type.shape)
-            key = leaf.type, rule, count
-            known = self._updates.setdefault(key, {})
-            for storage in {one.storage for one in choices if one.storage} - known.keys():
-                part = updated_in(storage, leaf, self.mesh, self.options.precision, rule)
-                each = self.options.execution.optimizer
-                works = update_works([part] * count, UPDATE in self.fuse, self._bucket, each)
+            rule = options.update.rule(leaf.target, leaf.type.shape)
+            known = self._updates.setdefault((leaf.type, rule, count), {})
+            storages = [one.storage for one in choices if one.storage is not None]
+            for storage in set(storages) - known.keys():
+                part = updated_in(storage, leaf, self.mesh, options.precision, rule)
+                moved = options.execution.optimizer
+                works = update_works([part] * count, UPDATE in self.fuse, self._bucket, moved)
                 known[storage] = math.fsum(map(self.known.compute, works)) / self._in_update
-            seconds[name] = tuple(known[one.storage] for one in choices if one.storage)
+            seconds[name] = tuple(map(known.__getitem__, storages))
         return seconds
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
