@@ -31,7 +31,7 @@ _CONTIGUOUS, _OWN = "", -1
 
 @dataclass(frozen=True)
 class _Observation:
-    """What torch does in an operator; places are those of operands, or `_OWN` for its result."""
+    """Behaviour of torch in an operator; places are of operands, or `_OWN` for its result."""
 
     requires_grad: bool
     alias: int | None = None
@@ -41,7 +41,7 @@ class _Observation:
 
 @dataclass(frozen=True)
 class Observations:
-    """What autograd saves for operators, by the digest of each with its operands.
+    """Tensors that autograd saves for operators, by the digest of each with its operands.
 
     Attributes:
         known: None for operators on which observations differ.

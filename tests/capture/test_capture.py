@@ -172,7 +172,7 @@ def test_a_model_without_memory_gives_the_graph_of_a_real_one(device: str) -> No
 
 
 def weights_of(name: str, layers: int | None = None) -> tuple[int, int]:
-    """How many weights a capture has, and the most memory of this process so far, in KiB."""
+    """Returns the weights of a capture, and the most memory of this process so far in KiB."""
     graph = capture(build(name, layers=layers), (), example_inputs(name)).graph
     weights = sum(node.type.numel for node in graph.leaves("param"))
     return weights, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

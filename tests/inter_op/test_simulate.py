@@ -236,7 +236,7 @@ def test_a_trace_holds_every_action_in_microseconds() -> None:
 
 @pytest.mark.parametrize("name", exact())
 def test_a_schedule_is_prepared_action_by_action_and_run_in_compiled_loops(name: str) -> None:
-    """Of 16 ranks; a run makes as many calls for many microbatches as for few."""
+    """A run of 16 ranks makes as many calls for many microbatches as for few."""
 
     def counts(microbatches: int) -> tuple[int, int, int]:
         made = schedule(name, 16, microbatches)

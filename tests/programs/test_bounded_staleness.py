@@ -34,7 +34,7 @@ def apart(folder: str, ahead: int) -> tuple[int, int, float]:
     pipeline, arrive, done = program._executor, Sums.arrive, 0
 
     def waits(sums: Sums) -> None:
-        """What the fast one does where it needs the sums of the slow one's second step."""
+        """Replaces the wait of the fast one for the sums of the slow one's second step."""
         if done == ahead + 1:
             (part,) = sums.parts
             assert part.waiting is not None

@@ -117,7 +117,7 @@ class Parts:
 
     @cached_property
     def any_sums(self) -> bool:
-        """Whether the loss has a term that adds up and that no number seen here divides."""
+        """Returns whether the loss has a term that adds up and that no number seen here divides."""
         kind = self._kind(self.graph.loss or "")
         return kind is _Kind.SUM or bool(self._sums)
 

@@ -110,7 +110,7 @@ def train(rank: int, folder: str, kill: Kill) -> None:
 
 
 def until(file: Path, seconds: float) -> bool:
-    """Whether a file is there in time."""
+    """Returns whether a file is there in time."""
     end = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > end:
@@ -121,7 +121,7 @@ def until(file: Path, seconds: float) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the survivors of a kill ended; `wrong` says what is not as it should be."""
+    """Ends of the survivors of a kill; `wrong` says what is not as it should be."""
 
     seconds: float
     said: str

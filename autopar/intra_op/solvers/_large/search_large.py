@@ -13,7 +13,7 @@ Integer programs find no choice that fits here in a minute. The search has four 
 A choice or pair of choices with which the bound exceeds the best price is in no cheaper solution.
 Without all of these, the problem still has every cheaper solution, so that its bounds, and the best
 price if they exceed that, are bounds of the whole problem. If the reductions leave little of it,
-integer programs solve it: before and after parts 2 and 3, and at the end.
+integer programs solve it: after parts 1 and 3, and at the end.
 
 Work is counted, so that a seed gives the same choice wherever time does not run out.
 """
